@@ -20,6 +20,7 @@ __all__ = [
     "Cut",
     "Piece",
     "Run",
+    "check_cuts",
     "chunk",
     "chunk_lengths",
     "chunk_size",
@@ -106,14 +107,18 @@ def ragged_runs(cells: int, units: Sequence[int]) -> tuple[Run, ...]:
     Raises:
         ValueError: the units are negative or sum to zero, or ``cells`` does not divide by their sum.
     """
+    scale = _cells_per_unit(cells, units)
+    starts = itertools.accumulate(units, initial=0)
+    return tuple(Run(start * scale, unit * scale) for start, unit in zip(starts, units, strict=False))
+
+
+def _cells_per_unit(cells: int, units: Sequence[int]) -> int:
     total = sum(units)
     if total <= 0 or min(units) < 0:
         raise ValueError(f"local_units must be >= 0 with a positive sum, got {tuple(units)}")
     if cells % total:
         raise ValueError(f"{cells} cells do not divide by the sum {total} of local_units {tuple(units)}")
-    scale = cells // total
-    starts = itertools.accumulate(units, initial=0)
-    return tuple(Run(start * scale, unit * scale) for start, unit in zip(starts, units, strict=False))
+    return cells // total
 
 
 def strided_blocks(rows: int, parts: Sequence[int]) -> tuple[Run, ...]:
@@ -170,8 +175,12 @@ def run_boxes(run: Run, shape: Sequence[int]) -> list[Box]:
 def local_shape(
     shape: Sequence[int], mesh_shape: Sequence[int], cuts: Sequence[Cut | None], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """Shape of the local tensor at a mesh coordinate; a cut over k leading dims gives ``(cells, *shape[k:])``."""
-    return tuple(sum(run.length for run in runs) for runs in _axis_runs(shape, mesh_shape, cuts, coordinate))
+    """Shape of the local tensor at a mesh coordinate; a cut over k leading dims gives ``(cells, *shape[k:])``.
+
+    Raises:
+        ValueError: as `local_pieces`.
+    """
+    return tuple(_length(runs) for runs in _axis_runs(shape, mesh_shape, cuts, coordinate))
 
 
 def local_pieces(
@@ -188,27 +197,37 @@ def local_pieces(
     Raises:
         ValueError: the cuts do not fit the shape or one another; the message names the mesh dim.
     """
+    if not shape:
+        check_cuts(shape, mesh_shape, cuts)
+        return (Piece(Box((), ()), Box((), ())),)
     lead = _lead(cuts)
     pieces = []
     per_axis = [_with_local_starts(runs) for runs in _axis_runs(shape, mesh_shape, cuts, coordinate)]
-    for combination in itertools.product(*per_axis):
-        if any(run.length == 0 for run, _ in combination):
-            continue
-        tail = [run for run, _ in combination[1:]]
-        tail_start = [start for _, start in combination[1:]]
-        if not combination:  # a 0-d tensor
-            pieces.append(Piece(Box((), ()), Box((), ())))
-            continue
-        cells, local_start = combination[0]
+    for (cells, local_start), *tail in itertools.product(*per_axis):
+        offsets, sizes = [run.start for run, _ in tail], [run.length for run, _ in tail]
         for box in run_boxes(cells, shape[:lead]):
             pieces.append(
                 Piece(
-                    Box((*box.offsets, *(r.start for r in tail)), (*box.sizes, *(r.length for r in tail))),
-                    Box((local_start, *tail_start), (box.numel, *(r.length for r in tail))),
+                    Box((*box.offsets, *offsets), (*box.sizes, *sizes)),
+                    Box((local_start, *(start for _, start in tail)), (box.numel, *sizes)),
                 )
             )
             local_start += box.numel
     return tuple(pieces)
+
+
+def check_cuts(shape: Sequence[int], mesh_shape: Sequence[int], cuts: Sequence[Cut | None]) -> None:
+    """Check that the cuts fit the shape and one another at every mesh coordinate.
+
+    Raises:
+        ValueError: they do not; the message names the mesh dim.
+    """
+    for size, steps in _axes(shape, mesh_shape, cuts):
+        # Whether units fit depends on the rows that the steps before leave, never on the index within the step.
+        last_ragged = max((i for i, step in enumerate(steps) if step.cut.units is not None), default=0)
+        varied = {step.mesh_dim for step in steps[:last_ragged]}
+        for coordinate in coordinates([count if d in varied else 1 for d, count in enumerate(mesh_shape)]):
+            _cut_axis(size, steps, coordinate)
 
 
 def _with_local_starts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
@@ -216,19 +235,39 @@ def _with_local_starts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
     return list(zip(runs, starts, strict=False))
 
 
-def _lead(cuts: Sequence[Cut | None]) -> int:
-    """The number of leading tensor dims that are flattened to cells: 1 unless a ragged cut names more."""
-    return max((len(cut.dims) for cut in cuts if cut is not None and cut.units is not None), default=1)
+class _Step(NamedTuple):
+    """The cut that one mesh dim makes of an axis, in its turn."""
+
+    mesh_dim: int
+    parts: int
+    cut: Cut
+    has_blocks: bool  # the steps before made the blocks; otherwise each rank holds its part of every block
+    block_units: tuple[tuple[int, ...], ...] | None  # the cut's units block by block, None when all are cut alike
+
+    def units(self, block: int) -> tuple[int, ...] | None:
+        return self.cut.units if self.block_units is None else self.block_units[block]
 
 
 def _axis_runs(
     shape: Sequence[int], mesh_shape: Sequence[int], cuts: Sequence[Cut | None], coordinate: Sequence[int]
 ) -> list[list[Run]]:
-    """Runs held along each axis of the local tensor (the flattened leading dims are one axis)."""
+    """Runs held along each axis of the local tensor."""
+    return [_cut_axis(size, steps, coordinate) for size, steps in _axes(shape, mesh_shape, cuts)]
+
+
+def _axes(shape: Sequence[int], mesh_shape: Sequence[int], cuts: Sequence[Cut | None]) -> list[tuple[int, list[_Step]]]:
+    """Size and steps of each axis of the local tensor (the flattened leading dims are one axis)."""
     lead = _lead(cuts)
     _check_dims(shape, mesh_shape, cuts, lead)
-    sizes = [math.prod(shape[:lead]), *shape[lead:]] if shape else []
-    return [_cut_axis(size, mesh_shape, _cuts_of_axis(cuts, axis, lead), coordinate) for axis, size in enumerate(sizes)]
+    if not shape:
+        return []
+    axes = [(math.prod(shape[:lead]), 0), *((shape[dim], dim) for dim in range(lead, len(shape)))]
+    return [(size, _steps(mesh_shape, cuts, dim)) for size, dim in axes]
+
+
+def _lead(cuts: Sequence[Cut | None]) -> int:
+    """The number of leading tensor dims that are flattened to cells: 1 unless a ragged cut names more."""
+    return max((len(cut.dims) for cut in cuts if cut is not None and cut.units is not None), default=1)
 
 
 def _check_dims(shape: Sequence[int], mesh_shape: Sequence[int], cuts: Sequence[Cut | None], lead: int) -> None:
@@ -248,150 +287,113 @@ def _check_dims(shape: Sequence[int], mesh_shape: Sequence[int], cuts: Sequence[
             )
 
 
-def _cuts_of_axis(cuts: Sequence[Cut | None], axis: int, lead: int) -> dict[int, Cut]:
-    """Mesh dim -> cut, for the cuts of one axis of the local tensor."""
-    first_dim = 0 if axis == 0 else axis + lead - 1
-    return {mesh_dim: cut for mesh_dim, cut in enumerate(cuts) if cut is not None and cut.dims[0] == first_dim}
+def _steps(mesh_shape: Sequence[int], cuts: Sequence[Cut | None], dim: int) -> list[_Step]:
+    """The cuts of an axis in their turns: those in mesh order first, then the strided ones from the last to the first.
 
-
-def _cut_axis(size: int, mesh_shape: Sequence[int], cuts: dict[int, Cut], coordinate: Sequence[int]) -> list[Run]:
-    """Apply the cuts of one axis: those in mesh order first, then the strided ones from the last to the first.
-
-    A strided cut is stated in front of the mesh dims whose blocks it cuts, so it is applied after them.
+    A strided cut is stated in front of the mesh dims whose blocks it cuts, so its turn comes after theirs.
     """
-    runs = [Run(0, size)]
+    of_axis = {mesh_dim: cut for mesh_dim, cut in enumerate(cuts) if cut is not None and cut.dims[0] == dim}
+    plain = [mesh_dim for mesh_dim, cut in of_axis.items() if cut.split_factor == 1]
+    strided = [mesh_dim for mesh_dim, cut in of_axis.items() if cut.split_factor != 1]
+    steps: list[_Step] = []
+    for mesh_dim in plain + strided[::-1]:
+        cut, parts = of_axis[mesh_dim], mesh_shape[mesh_dim]
+        later = math.prod(step.parts for step in steps if step.mesh_dim > mesh_dim)
+        step = _Step(mesh_dim, parts, cut, later == cut.split_factor, _block_units(cut, parts))
+        try:
+            _check_step(step, later, has_earlier=any(before.mesh_dim < mesh_dim for before in steps))
+        except ValueError as error:
+            raise ValueError(f"mesh dim {mesh_dim}: {error}") from None
+        steps.append(step)
+    return steps
+
+
+def _block_units(cut: Cut, parts: int) -> tuple[tuple[int, ...], ...] | None:
+    units = cut.units
+    if units is None or len(units) == parts:
+        return None
+    return tuple(units[start : start + parts] for start in range(0, len(units), parts))
+
+
+def _check_step(step: _Step, later: int, has_earlier: bool) -> None:
+    parts, cut = step.parts, step.cut
+    if cut.split_factor < 1:
+        raise ValueError(f"split_factor must be >= 1, got {cut.split_factor}")
+    if cut.units is not None and len(cut.units) not in (parts, parts * cut.split_factor):
+        want = f"{parts}" if cut.split_factor == 1 else f"{parts} or {parts * cut.split_factor}"
+        raise ValueError(f"{len(cut.units)} local_units {cut.units}, expected {want}")
+    if later not in (1, cut.split_factor):
+        raise ValueError(
+            f"split_factor {cut.split_factor} is neither the {later} blocks that later mesh dims make of the same "
+            "tensor dim nor stated without any"
+        )
+    if step.block_units is not None and has_earlier:
+        raise ValueError(
+            "an earlier mesh dim cuts the same tensor dim; blocks of unlike cuts cannot be stated on top of it"
+        )
+
+
+def _cut_axis(size: int, steps: Sequence[_Step], coordinate: Sequence[int]) -> list[Run]:
+    """What a mesh coordinate holds of an axis of ``size`` rows, after every step."""
+    runs = [Run(0, size)] if size else []
     block = 0
-    done: list[int] = []
-    ordered = sorted(d for d in cuts if cuts[d].split_factor == 1) + sorted(
-        (d for d in cuts if cuts[d].split_factor != 1), reverse=True
-    )
-    for mesh_dim in ordered:
-        cut, parts, index = cuts[mesh_dim], mesh_shape[mesh_dim], coordinate[mesh_dim]
-        if cut.split_factor == 1:
-            runs = _select(runs, _part(_length(runs), parts, index, cut, 0, mesh_dim))
-        else:
-            runs = _cut_strided(runs, size, mesh_dim, cut, parts, index, done, block, mesh_shape)
-        block = block * parts + index
-        done.append(mesh_dim)
+    for step in steps:
+        index = coordinate[step.mesh_dim]
+        try:
+            if step.has_blocks:
+                parts = [_part_of_block(step, size, _length(runs), block, index)]
+            else:
+                parts = _part_of_every_block(step, _length(runs), index)
+        except ValueError as error:
+            raise ValueError(f"mesh dim {step.mesh_dim}: {error}") from None
+        runs = _select(runs, parts)
+        block = block * step.parts + index
     return runs
 
 
-def _cut_strided(
-    runs: list[Run],
-    size: int,
-    mesh_dim: int,
-    cut: Cut,
-    parts: int,
-    index: int,
-    done: list[int],
-    block: int,
-    mesh_shape: Sequence[int],
-) -> list[Run]:
-    """Cut ``runs`` by a strided cut, after the mesh dims ``done``."""
-    later = math.prod(mesh_shape[d] for d in done if d > mesh_dim)
-    per_block_units = cut.units is not None and len(cut.units) != parts
-    if per_block_units and any(d < mesh_dim for d in done):
-        raise ValueError(
-            f"mesh dim {mesh_dim}: an earlier mesh dim cuts the same tensor dim; blocks of unlike cuts "
-            "cannot be stated on top of it"
-        )
-    if later == cut.split_factor:
-        part = _part(_length(runs), parts, index, cut, block, mesh_dim)
-        if (
-            per_block_units
-            and cut.units is not None
-            and size * _block_units(cut, parts, block) != part.total * sum(cut.units)
-        ):
-            raise ValueError(
-                f"mesh dim {mesh_dim}: local_units {cut.units} do not give block {block} its "
-                f"{part.total} of {size} rows"
-            )
-        return _select(runs, part)
-    if later != 1:
-        raise ValueError(
-            f"mesh dim {mesh_dim}: split_factor {cut.split_factor} is neither the {later} blocks that later mesh "
-            "dims make of the same tensor dim nor stated without any"
-        )
-    return _cut_every_block(runs, mesh_dim, cut, parts, index)
+def _part_of_block(step: _Step, size: int, rows: int, block: int, index: int) -> Run:
+    """Part ``index`` of the block of ``rows`` rows that the steps before made of ``size``."""
+    if step.block_units is not None:
+        shares = [sum(units) for units in step.block_units]
+        if size * shares[block] != rows * sum(shares):
+            raise ValueError(f"local_units {step.cut.units} do not give block {block} its {rows} of {size} rows")
+    return _part(rows, step.parts, step.units(block), index)
 
 
-class _Part(NamedTuple):
-    """A run within ``total`` rows."""
-
-    run: Run
-    total: int
-
-
-def _part(total: int, parts: int, index: int, cut: Cut, block: int, mesh_dim: int) -> _Part:
-    """The part ``index`` of ``total`` rows under a cut; ``block`` picks the units of one block."""
-    if cut.units is None:
-        return _Part(chunk(total, parts, index), total)
-    _check_unit_count(cut, parts, mesh_dim)
-    units = cut.units if len(cut.units) == parts else cut.units[block * parts : (block + 1) * parts]
-    if sum(units) == 0 and total == 0:
-        return _Part(Run(0, 0), 0)
-    try:
-        return _Part(ragged_runs(total, units)[index], total)
-    except ValueError as error:
-        raise ValueError(f"mesh dim {mesh_dim}: {error}") from None
-
-
-def _check_unit_count(cut: Cut, parts: int, mesh_dim: int) -> None:
-    assert cut.units is not None
-    if len(cut.units) not in (parts, parts * cut.split_factor):
-        want = f"{parts}" if cut.split_factor == 1 else f"{parts} or {parts * cut.split_factor}"
-        raise ValueError(f"mesh dim {mesh_dim}: {len(cut.units)} local_units {cut.units}, expected {want}")
-
-
-def _block_units(cut: Cut, parts: int, block: int) -> int:
-    assert cut.units is not None
-    return sum(cut.units[block * parts : (block + 1) * parts])
-
-
-def _cut_every_block(runs: list[Run], mesh_dim: int, cut: Cut, parts: int, index: int) -> list[Run]:
-    """No later mesh dim makes the blocks, so this rank holds its part of each of them."""
-    total, blocks = _length(runs), cut.split_factor
-    if cut.units is None:
-        lengths = chunk_lengths(total, blocks)
+def _part_of_every_block(step: _Step, rows: int, index: int) -> list[Run]:
+    if step.block_units is None:
+        blocks = [chunk(rows, step.cut.split_factor, block) for block in range(step.cut.split_factor)]
     else:
-        _check_unit_count(cut, parts, mesh_dim)
-        unit_sums = [_block_units(cut, parts, b) for b in range(blocks)] if len(cut.units) != parts else [1] * blocks
-        try:
-            lengths = tuple(run.length for run in ragged_runs(total, unit_sums))
-        except ValueError as error:
-            raise ValueError(f"mesh dim {mesh_dim}: {error}") from None
-    held: list[Run] = []
-    start = 0
-    for block, length in enumerate(lengths):
-        part = _part(length, parts, index, cut, block, mesh_dim).run
-        held += _select(runs, _Part(Run(start + part.start, part.length), total))
-        start += length
-    return _merge(held)
+        blocks = ragged_runs(rows, [sum(units) for units in step.block_units])
+    parts = [_part(run.length, step.parts, step.units(block), index) for block, run in enumerate(blocks)]
+    return [Run(run.start + part.start, part.length) for run, part in zip(blocks, parts, strict=True)]
+
+
+def _part(rows: int, parts: int, units: tuple[int, ...] | None, index: int) -> Run:
+    if units is None:
+        return chunk(rows, parts, index)
+    if rows == 0 and not any(units):  # an empty block of a ragged cut whose other blocks have rows
+        return Run(0, 0)
+    scale = _cells_per_unit(rows, units)
+    return Run(sum(units[:index]) * scale, units[index] * scale)
 
 
 def _length(runs: Sequence[Run]) -> int:
     return sum(run.length for run in runs)
 
 
-def _select(runs: Sequence[Run], part: _Part) -> list[Run]:
-    """The sub-run ``part.run`` of the concatenation of ``runs``, as runs of the original rows."""
-    selected = []
-    position = 0
-    for run in runs:
-        start = max(part.run.start, position)
-        stop = min(part.run.stop, position + run.length)
-        if start < stop:
-            selected.append(Run(run.start + start - position, stop - start))
-        position += run.length
+def _select(runs: Sequence[Run], parts: Sequence[Run]) -> list[Run]:
+    """The sub-runs ``parts`` of the concatenation of ``runs`` as runs of the original rows, neighbours joined."""
+    selected: list[Run] = []
+    for part in parts:
+        position = 0
+        for run in runs:
+            start, stop = max(part.start, position), min(part.stop, position + run.length)
+            if start < stop:
+                held = Run(run.start + start - position, stop - start)
+                if selected and selected[-1].stop == held.start:
+                    selected[-1] = Run(selected[-1].start, selected[-1].length + held.length)
+                else:
+                    selected.append(held)
+            position += run.length
     return selected
-
-
-def _merge(runs: Sequence[Run]) -> list[Run]:
-    """Join neighbours that touch."""
-    merged: list[Run] = []
-    for run in runs:
-        if merged and merged[-1].stop == run.start:
-            merged[-1] = Run(merged[-1].start, merged[-1].length + run.length)
-        else:
-            merged.append(run)
-    return merged

@@ -13,12 +13,12 @@ stand once: `cut_of` reads any of them.
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raggedshard.geometry import Cut, Piece, coordinates, local_pieces, local_shape
+from raggedshard.geometry import Cut, Piece, check_cuts, coordinates, local_pieces, local_shape
 
 __all__ = [
     "Partial",
@@ -115,7 +115,7 @@ class RaggedShard(_Placement):
             raise ValueError(f"{type(self).__name__}: local_units must be ints >= 0 with a positive sum, got {units}")
         if type(split_factor) is not int or split_factor < 1:
             raise ValueError(f"{type(self).__name__}: split_factor must be an int >= 1, got {split_factor!r}")
-        object.__setattr__(self, "dims", dims)
+        object.__setattr__(self, "dims", tuple(range(len(dims))))
         object.__setattr__(self, "local_units", units)
         object.__setattr__(self, "split_factor", split_factor)
 
@@ -179,9 +179,9 @@ def cut_of(placement: Any) -> Cut | None:
     """
     if is_ragged(placement):
         return Cut(placement.dims, placement.local_units, placement.split_factor)
-    if placement.is_replicate() or placement.is_partial():
+    if hasattr(placement, "is_replicate") and (placement.is_replicate() or placement.is_partial()):
         return None
-    if isinstance(getattr(placement, "dim", None), int):
+    if hasattr(placement, "is_shard") and isinstance(getattr(placement, "dim", None), int):
         return Cut((placement.dim,), None, int(getattr(placement, "split_factor", 1)))
     raise TypeError(f"unknown placement {placement!r}: expected Replicate, Shard, Partial or a ragged placement")
 
@@ -214,17 +214,11 @@ def check_placements(shape: Sequence[int], mesh_shape: Sequence[int], placements
         ValueError: wrong number of placements or units, units that do not fit, a dim out of range, or cuts that
             contradict one another. The message names the mesh dim and the shape.
     """
+    cuts = tuple(cut_of(p) for p in placements)
     try:
-        cuts = [cut_of(p) for p in placements]
-        for coordinate in itertools.product(*_telling_indices(mesh_shape, cuts)):
-            local_shape(shape, mesh_shape, cuts, coordinate)
+        _check_cuts(tuple(shape), tuple(mesh_shape), cuts)
     except ValueError as error:
         raise ValueError(f"placements {tuple(placements)} do not fit shape {tuple(shape)}: {error}") from None
 
 
-def _telling_indices(mesh_shape: Sequence[int], cuts: Sequence[Cut | None]) -> list[Sequence[int]]:
-    """Indices of each mesh dim that any contradiction shows up at: the ends, or all where blocks differ."""
-    ends = [sorted({0, size - 1}) for size in mesh_shape]
-    if not any(cut is not None and cut.units is not None and cut.split_factor > 1 for cut in cuts):
-        return list(ends)
-    return [range(size) if cut is not None else end for size, cut, end in zip(mesh_shape, cuts, ends, strict=True)]
+_check_cuts = functools.lru_cache(check_cuts)  # asked for each parameter and each tensor made from it
