@@ -212,7 +212,8 @@ def test_a_strided_cut_on_its_own_is_torchs_strided_shard(rows: int, split: int,
 @pytest.mark.parametrize("split", [2, 3])
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_a_strided_cut_before_a_shard_is_torchs_when_all_is_even(split: int, parts: int) -> None:
-    # Uneven, torch chunks what the strided rank holds and not the blocks: 7 rows on 3 x 2 lose their order.
+    # Uneven, torch chunks what the strided rank holds and not the blocks: of 7 rows on 3 x 2, blocks 0-3 and 4-6,
+    # row 6 goes to the rank of the first block.
     rows = 2 * split * parts
     strided = TorchStridedShard(0, split_factor=split)
     expected = []
@@ -226,6 +227,11 @@ def test_5_rows_split_2_shards_2() -> None:
     assert rows_of(5, (2,), Cut(split_factor=2)) == [[0, 1, 3], [2, 4]]
     assert rows_of(5, (2, 2), Cut(split_factor=2), Cut()) == [[0, 1], [3], [2], [4]]
     assert rows_of(5, (2, 2), Cut((0,), (2, 1, 1, 1), 2), Cut()) == [[0, 1], [3], [2], [4]]
+
+
+def test_parts_of_neighbouring_blocks_that_touch_are_one_piece() -> None:
+    whole = Box((0,), (5,))
+    assert local_pieces((5,), (1,), [Cut(split_factor=2)], (0,)) == (Piece(whole, whole),)
 
 
 def test_7_rows_tp_2_fsdp_2_are_blocks_of_4_and_3_rows() -> None:
