@@ -61,11 +61,17 @@ def divisors(draw: st.DrawFn, number: int) -> int:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """Layouts that fit: every mix of placements, several mesh dims on one tensor dim, nested and strided cuts."""
+def layouts(draw: st.DrawFn, like: Layout | None = None) -> Layout:
+    """Layouts that fit: every mix of placements, several mesh dims on one tensor dim, nested and strided cuts.
+
+    Args:
+        like: a layout whose shape and mesh the drawn one has.
+    """
     # sampled_from, because integers() prefers 0 and 1 and most tensors would be empty
     mesh_shape = tuple(draw(st.sampled_from([1, 2, 3, 4])) for _ in range(draw(st.sampled_from([1, 2, 3]))))
     shape = tuple(draw(st.sampled_from([*range(1, 18), 0])) for _ in range(draw(st.sampled_from([1, 2, 3, 0]))))
+    if like is not None:
+        shape, mesh_shape = like.shape, like.mesh_shape
     lead = draw(st.integers(1, len(shape))) if shape else 1
     sizes = [math.prod(shape[:lead]), *shape[lead:]] if shape else []
     # Axis 0 is drawn more often: that is where cuts meet.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ __all__ = [
     "chunk_lengths",
     "chunk_size",
     "coordinates",
+    "cut_order",
     "local_pieces",
     "local_shape",
     "ragged_runs",
@@ -230,6 +231,16 @@ def check_cuts(shape: Sequence[int], mesh_shape: Sequence[int], cuts: Sequence[C
             _cut_axis(size, steps, coordinate)
 
 
+def cut_order(cuts: Mapping[int, Cut]) -> list[int]:
+    """Mesh dims in the turns of their cuts of one axis: in mesh order first, then the strided ones from the last on.
+
+    A strided cut is stated in front of the mesh dims whose blocks it cuts, so its turn comes after theirs.
+    """
+    plain = [mesh_dim for mesh_dim in sorted(cuts) if cuts[mesh_dim].split_factor == 1]
+    strided = [mesh_dim for mesh_dim in sorted(cuts) if cuts[mesh_dim].split_factor != 1]
+    return plain + strided[::-1]
+
+
 def _with_local_starts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
     starts = itertools.accumulate((run.length for run in runs), initial=0)
     return list(zip(runs, starts, strict=False))
@@ -288,15 +299,10 @@ def _check_dims(shape: Sequence[int], mesh_shape: Sequence[int], cuts: Sequence[
 
 
 def _steps(mesh_shape: Sequence[int], cuts: Sequence[Cut | None], dim: int) -> list[_Step]:
-    """The cuts of an axis in their turns: those in mesh order first, then the strided ones from the last to the first.
-
-    A strided cut is stated in front of the mesh dims whose blocks it cuts, so its turn comes after theirs.
-    """
+    """The cuts of an axis in their turns."""
     of_axis = {mesh_dim: cut for mesh_dim, cut in enumerate(cuts) if cut is not None and cut.dims[0] == dim}
-    plain = [mesh_dim for mesh_dim, cut in of_axis.items() if cut.split_factor == 1]
-    strided = [mesh_dim for mesh_dim, cut in of_axis.items() if cut.split_factor != 1]
     steps: list[_Step] = []
-    for mesh_dim in plain + strided[::-1]:
+    for mesh_dim in cut_order(of_axis):
         cut, parts = of_axis[mesh_dim], mesh_shape[mesh_dim]
         later = math.prod(step.parts for step in steps if step.mesh_dim > mesh_dim)
         step = _Step(mesh_dim, parts, cut, later == cut.split_factor, _block_units(cut, parts))

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from raggedshard.geometry import Box, Cut, Piece, local_pieces, local_shape
+from raggedshard.geometry import Box, Cut, Piece, cut_order, local_pieces, local_shape
 
 __all__ = ["BoxCopy", "Transition", "gathered_mesh_dims", "intersection", "plan_transition"]
 
@@ -115,13 +115,7 @@ def _axis(cut: Cut, lead: int) -> int:
 
 def _cuts_along(cuts: Sequence[Cut | None], axis: int, lead: int) -> list[tuple[int, Cut]]:
     of_axis = {d: cut for d, cut in enumerate(cuts) if cut is not None and _axis(cut, lead) == axis}
-    return [(d, of_axis[d]) for d in _cut_order(of_axis)]
-
-
-def _cut_order(cuts: Mapping[int, Cut]) -> list[int]:
-    """Mesh dims in the order in which their cuts of one axis apply, as in `raggedshard.geometry`."""
-    strided = [d for d in cuts if cuts[d].split_factor != 1]
-    return sorted(set(cuts).difference(strided)) + sorted(strided, reverse=True)
+    return [(d, of_axis[d]) for d in cut_order(of_axis)]
 
 
 def _with(coordinate: Sequence[int], mesh_dims: Iterable[int], values: Iterable[int]) -> tuple[int, ...]:

@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["all_reduce", "broadcast", "coordinate_of", "gather"]
+# torch 2.13 renamed it and warns about the old name, the only one of 2.12.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+__all__ = ["all_gather_single", "all_reduce", "broadcast", "coordinate_of", "gather"]
 
 
 def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -40,7 +43,7 @@ def gather(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> 
         if size == 1:
             output.copy_(data)
         elif data.numel():
-            dist.all_gather_into_tensor(output.view(-1), data.view(-1), group=mesh.get_group(mesh_dim))
+            all_gather_single(output.view(-1), data.view(-1), group=mesh.get_group(mesh_dim))
         order = _group_order(mesh, mesh_dim)
         data = output if order is None else output[order]
     sizes = [mesh.size(d) for d in mesh_dims]
