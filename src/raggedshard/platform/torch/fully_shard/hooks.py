@@ -1,0 +1,142 @@
+"""Ties the neutral `HSDPState` to modules and to torch's autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from raggedshard.fully_shard.state import HSDPState
+
+__all__ = ["TorchEngine", "attach_hooks"]
+
+
+class TorchEngine:
+    """The `Engine` of torch."""
+
+    def is_grad_enabled(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def in_backward(self) -> bool:
+        # Private: the only way to know from a hook that a backward is running (checkpoint recomputes in it).
+        return torch._C._current_graph_task_id() != -1
+
+    def queue_final_callback(self, callback: Callable[[], None]) -> None:
+        # Semi-private, what torch's own DDP and FSDP use: runs when the backward under way is over.
+        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity on a module's inputs whose backward runs when the gradients of all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, state: HSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.state.post_backward()
+        return (None, *grads)
+
+
+def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply ``fn`` to the tensors of nested containers; dataclasses that pytree does not know are looked into too."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return fn(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = {f.name: map_tensors(getattr(leaf, f.name), fn) for f in dataclasses.fields(leaf) if f.init}
+            changed = any(fields[name] is not getattr(leaf, name) for name in fields)
+            return dataclasses.replace(leaf, **fields) if changed else leaf
+        return leaf
+
+    leaves, spec = pytree.tree_flatten(value)
+    visited = [visit(leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(visited, leaves, strict=True)):
+        return value
+    return pytree.tree_unflatten(visited, spec)
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+class _ModuleHooks:
+    """The forward hooks of a unit, which spans one module or several."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], state: HSDPState, mp_policy: Any, prepare: Callable[[nn.Module], None]
+    ) -> None:
+        self._modules = tuple(modules)
+        self._state = state
+        self._policy = mp_policy
+        self._prepare = prepare
+        self._to_run: set[nn.Module] = set()
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
+            args, kwargs = map_tensors((args, kwargs), _cast_to(self._policy.param_dtype))
+        if not self._to_run:  # the first of the unit's modules
+            self._prepare(module)
+            self._state.pre_forward()
+            self._to_run = set(self._modules)
+        if self._state.wants_post_backward():
+            args, kwargs = self._mark_inputs(args, kwargs)
+        return args, kwargs
+
+    def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        inputs: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.requires_grad:
+                inputs.append(tensor)
+            return tensor
+
+        map_tensors((args, kwargs), collect)
+        if not inputs:
+            return args, kwargs
+        marked = iter(_PostBackward.apply(self._state, *inputs))  # type: ignore[arg-type]
+        self._state.note_post_backward()
+        return map_tensors((args, kwargs), lambda tensor: next(marked) if tensor.requires_grad else tensor)
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._policy.output_dtype is not None:
+            output = map_tensors(output, _cast_to(self._policy.output_dtype))
+        self._to_run.discard(module)
+        if torch.is_grad_enabled():
+            map_tensors(output, self._watch_output)
+        if not self._to_run:  # the last of the unit's modules
+            self._state.post_forward()
+        return output
+
+    def _watch_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(self._pre_backward)
+        return tensor
+
+    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        self._state.pre_backward()
+        return grad
+
+
+def attach_hooks(
+    modules: Sequence[nn.Module], state: HSDPState, mp_policy: Any, prepare: Callable[[nn.Module], None]
+) -> None:
+    """Register a unit's forward hooks.
+
+    Args:
+        modules: the unit's modules; parameters are unsharded before the first one runs and resharded after the last.
+        state: the unit.
+        mp_policy: its input and output dtypes.
+        prepare: called with the module before each of the unit's forwards, for lazy initialisation.
+    """
+    hooks = _ModuleHooks(modules, state, mp_policy, prepare)
+    for module in modules:
+        module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.post_forward)

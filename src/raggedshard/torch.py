@@ -1,0 +1,30 @@
+"""raggedshard for PyTorch: ``fully_shard`` whatever the sizes of the parameters.
+
+``DTensor``, ``DeviceMesh``, ``Shard``, ``Replicate`` and ``Partial`` are torch's own; a sharded parameter is a subclass
+of torch's ``DTensor`` whose placements may be ragged.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from raggedshard.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from raggedshard.platform.torch.fully_shard.api import fully_shard
+from raggedshard.platform.torch.fully_shard.module import FSDPModule, UnshardHandle
+from raggedshard.platform.torch.placements import RaggedShard, RaggedStridedShard
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DTensor",
+    "DeviceMesh",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Partial",
+    "RaggedShard",
+    "RaggedStridedShard",
+    "Replicate",
+    "Shard",
+    "UnshardHandle",
+    "fully_shard",
+    "init_device_mesh",
+]
