@@ -6,17 +6,18 @@ import copy
 
 import pytest
 import torch
-from harness import run_distributed, world_sizes
 from torch.distributed.tensor import Replicate, Shard
 from training import (
     OddMLP,
     assert_no_even_claim,
+    dtensors,
     float_batches,
     mesh_of,
     shard_odd_mlp,
     train_beside,
 )
 
+from harness import run_distributed, world_sizes
 from raggedshard.torch import RaggedShard
 
 DTYPES = (torch.float64, torch.float32)
@@ -46,7 +47,7 @@ def test_hsdp_trains_like_the_unsharded_model(world_size, replicas, optimizer):
 
 def placements_of_odd_mlp(rank, world_size, replicas):
     model = shard_odd_mlp(OddMLP(), mesh=mesh_of(world_size, replicas))
-    return {name: (p.placements, tuple(p.shape), tuple(p.to_local().shape)) for name, p in model.named_parameters()}
+    return {name: (p.placements, tuple(p.shape), tuple(p.to_local().shape)) for name, p in dtensors(model).items()}
 
 
 def test_placements_state_each_ranks_rows():

@@ -32,7 +32,7 @@ class OddMLP(nn.Module):
         return self.down(torch.tanh(self.even(x)) * self.one(x))
 
 
-def shard_odd_mlp(model: nn.Module, **options: Any) -> FSDPModule:
+def shard_odd_mlp(model: OddMLP, **options: Any) -> FSDPModule:
     """Three units: up, even, and the root with the rest."""
     fully_shard(model.up, **options)
     fully_shard(model.even, **options)
@@ -83,6 +83,11 @@ def square_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def dtensors(model: nn.Module) -> dict[str, DTensor]:
+    """The sharded parameters by name."""
+    return {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
 
 
 def assert_same_parameters(model: nn.Module, reference: nn.Module, rtol: float, atol: float) -> None:
@@ -149,8 +154,10 @@ def train_beside(
         rtol, atol = tolerances.gradients
         torch.testing.assert_close(mean / world_size, expected.detach(), rtol=rtol, atol=atol)
         assert_same_gradients(sharded, reference, rtol, atol)
-        own.step(), theirs.step()
+        own.step()
+        theirs.step()
         assert_same_parameters(sharded, reference, *tolerances.parameters)
-        own.zero_grad(), theirs.zero_grad()
+        own.zero_grad()
+        theirs.zero_grad()
         losses.append(expected.item())
     return losses

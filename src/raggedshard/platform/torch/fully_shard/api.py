@@ -22,16 +22,38 @@ from raggedshard.platform.torch.fully_shard.state_dict import attach_state_dict_
 __all__ = ["fully_shard"]
 
 
+ShardPlacementFn = Callable[[nn.Parameter], Any]
+"""Parameter -> ``None`` (dim 0), a ``Shard`` or a ``RaggedShard``."""
+
+
 @overload
-def fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: Any = ...,
+    offload_policy: Any = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+) -> FSDPModule: ...
 @overload
-def fully_shard(module: list[nn.Module], **options: Any) -> list[FSDPModule]: ...
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: Any = ...,
+    offload_policy: Any = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+) -> list[FSDPModule]: ...
 def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -63,7 +63,7 @@ def _subgroup(dp_mesh: DataParallelMesh, size: int) -> dist.ProcessGroup:
     if key not in _SUBGROUPS:
         rows = dp_mesh.mesh.mesh.view(-1, size).tolist()
         group, _ = dist.new_subgroups_by_enumeration(rows)
-        assert group is not None
+        assert isinstance(group, dist.ProcessGroup)
         _SUBGROUPS[key] = group
     return _SUBGROUPS[key]
 
@@ -128,23 +128,27 @@ class UnshardHandle:
         self._state = None
 
 
-class FSDPModule:
+# The mixin goes in front of a module's own class; only a type checker needs to know that it is one.
+_Module = nn.Module if TYPE_CHECKING else object
+
+
+class FSDPModule(_Module):
     """The methods that a sharded module has on top of its own; mixed in by `fully_shard`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # A container that makes another of its own class (a slice of nn.Sequential) makes an unsharded one.
-        original = cls.__mro__[2]
+        original: Any = cls.__mro__[2]
         instance = original.__new__(original)
         instance.__init__(*args, **kwargs)
         return instance
 
     def _fsdp_state(self) -> TorchState:
-        state = state_of(cast(nn.Module, self))
+        state = state_of(self)
         assert state is not None
         return state
 
     def _fsdp_states(self, recurse: bool = True) -> Iterator[TorchState]:
-        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        modules = self.modules() if recurse else [self]
         return iter(dict.fromkeys(s for s in map(state_of, modules) if s is not None))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -155,7 +159,7 @@ class FSDPModule:
         """
         state = self._fsdp_state()
         if state.context is None:
-            lazy_init(state, cast(nn.Module, self))
+            lazy_init(state, self)
         state.unshard(async_op=async_op)
         return UnshardHandle(state) if async_op else None
 
@@ -188,7 +192,7 @@ class FSDPModule:
         """``False`` tells that another backward of the same forward follows."""
         for state in self._fsdp_states():
             if state.context is None:
-                lazy_init(self._fsdp_state(), cast(nn.Module, self))
+                lazy_init(self._fsdp_state(), self)
             assert state.context is not None
             state.context.is_last_backward = is_last_backward
 
@@ -212,7 +216,7 @@ class FSDPModule:
         """``to``, ``to_empty``, ``cpu`` and dtype casts act on the sharded parameters and rebuild their storage."""
         state = self._fsdp_state()
         state.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super()._apply(*args, **kwargs)
         if state.group is not None:
             state.group.reset_sharded_params()
         return result

@@ -30,7 +30,7 @@ def attach_state_dict_hooks(modules: Sequence[nn.Module], state: HSDPState) -> N
                     continue
                 path = paths[slot.module]
                 key = f"{prefix}{path}.{slot.name}" if path else f"{prefix}{slot.name}"
-                value = state_dict.get(key)
+                value: Any = state_dict.get(key)
                 if _is_full(value) and value.shape == p.sharded_param.shape:
                     state_dict[key] = p.shard_full(value)
 
