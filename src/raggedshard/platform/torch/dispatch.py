@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from raggedshard.platform.torch import elementwise, factories, gathered, reductions
 from raggedshard.platform.torch.dtensor import ShardedDTensor
@@ -29,9 +30,12 @@ _FUSED = ("_fused_adam", "_fused_adamw", "_fused_adagrad", "_fused_sgd")
 
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run ``func``, an operator overload, on arguments of which at least one is a `ShardedDTensor`."""
+    if torch.is_inference_mode_enabled() and gathered.is_view(func) and not args[0].is_inference():
+        with torch.inference_mode(False):  # a view of a normal tensor is a normal tensor in inference mode too
+            return rule_of(func)(func, args, kwargs)
     result = rule_of(func)(func, args, kwargs)
     if elementwise.written_arguments(func):
-        _write_through(elementwise.written_tensors(func, args, kwargs))
+        _note_writes(elementwise.written_tensors(func, args, kwargs))
     return result
 
 
@@ -55,9 +59,12 @@ def rule_of(func: Any) -> Rule:
     return gathered.run_other
 
 
-def _write_through(written: list[torch.Tensor]) -> None:
-    for tensor in written:
-        if isinstance(tensor, ShardedDTensor) and tensor._gathered is not None:
+def _note_writes(written: list[torch.Tensor]) -> None:
+    """Count the writes, which torch does not do below autograd, and pass on those to gathered views."""
+    sharded = [tensor for tensor in written if isinstance(tensor, ShardedDTensor)]
+    increment_version([t._local_tensor for t in sharded if not t._local_tensor.is_inference()])
+    for tensor in sharded:
+        if tensor._gathered is not None:
             tensor._gathered.write_through()
 
 

@@ -15,13 +15,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raggedshard.platform.torch.dtensor import ShardedDTensor, wrap_local, wrap_replicated
-from raggedshard.platform.torch.elementwise import mixed_error, written_tensors
+from raggedshard.platform.torch.elementwise import mixed_error, written_arguments, written_tensors
 from raggedshard.platform.torch.factories import alias
 from raggedshard.platform.torch.private import DTensorSpec, TensorMeta, no_dispatch
 from raggedshard.platform.torch.redistribute import full_local
@@ -49,12 +50,13 @@ class Gathered:
     def write_through(self) -> None:
         """Bring what was written to ``full`` to the base."""
         _write_part(self.full, self.base)
+        increment_version([] if self.base._local_tensor.is_inference() else [self.base._local_tensor])
         self.version = _version(self.base)
 
 
 def _version(tensor: ShardedDTensor) -> int:
     local = local_of(tensor)
-    return -1 if local.is_inference() else local._version
+    return -1 if local.is_inference() else local._version  # `dispatch` counts writes; inference tensors count none
 
 
 @cache
@@ -65,9 +67,12 @@ def is_view(func: Any) -> bool:
 
 
 def run_other(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operation of no special kind: torch's own rule when no placement is ragged and it has one, else gathered."""
+    """An operation of no special kind: gathered if a placement is ragged or a tensor is written, else torch's own.
+
+    torch refuses to write where its rule would change the placement of what is written.
+    """
     flat, _ = tree_flatten((args, kwargs))
-    if any(isinstance(a, DTensor) and has_ragged(a.placements) for a in flat):
+    if written_arguments(func) or any(isinstance(a, DTensor) and has_ragged(a.placements) for a in flat):
         return run_gathered(func, args, kwargs)
     try:
         return _run_torch(func, args, kwargs)
