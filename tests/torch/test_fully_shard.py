@@ -7,6 +7,9 @@ import copy
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
+
+from harness import run_distributed, world_sizes
+from raggedshard.torch import RaggedShard
 from training import (
     OddMLP,
     assert_no_even_claim,
@@ -16,9 +19,6 @@ from training import (
     shard_odd_mlp,
     train_beside,
 )
-
-from harness import run_distributed, world_sizes
-from raggedshard.torch import RaggedShard
 
 DTYPES = (torch.float64, torch.float32)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import pytest
 import torch
-from harness import run_distributed
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from training import dtensors, float_batches, train_beside
 
-from raggedshard.torch import RaggedShard, RaggedStridedShard, fully_shard, init_device_mesh
+from harness import run_distributed
+from raggedshard.torch import FSDPModule, RaggedShard, RaggedStridedShard, fully_shard, init_device_mesh
+from training import dtensors, float_batches, train_beside
 
 NAMES = {2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
 
@@ -90,8 +91,9 @@ def test_hsdp_puts_replicate_in_front_of_both():
 
 def unsharded_is_the_tp_dtensor(rank, world_size):
     model = sharded_two_layers(TwoLayers(7), (2, 2))
-    model.up.unshard()
-    weight = model.up.weight
+    up = cast(FSDPModule, model.up)
+    up.unshard()
+    weight = up.weight
     assert isinstance(weight, DTensor)
     assert weight.placements == (Shard(0),)
     assert weight.device_mesh.mesh_dim_names == ("tp",)
