@@ -154,6 +154,11 @@ class HSDPState:
         assert self.context is not None, "the unit's forward has not begun"
         return self.context
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd is running: a forward in there is a recomputation."""
+        return self._run.engine.in_backward()
+
     def unshard(self, async_op: bool = False) -> None:
         """Start (and unless ``async_op`` finish) gathering the unit's parameters."""
         if self.group is not None:
@@ -179,15 +184,15 @@ class HSDPState:
             run.begin_forward()
         if self.group is None:
             return
-        in_backward = run.engine.in_backward()
-        if not in_backward:
-            self.training_state = TrainingState.FORWARD
-            if self.group.is_stale:
-                self.group.reshard()
+        if self.in_backward:
+            self._use()
+            return
+        self.training_state = TrainingState.FORWARD
+        if self.group.is_stale:
+            self.group.reshard()
         self._use()
-        if not in_backward:
-            for state in self.forward_prefetch:
-                state.prefetch()
+        for state in self.forward_prefetch:
+            state.prefetch()
 
     def _use(self) -> None:
         self.is_prefetched = False
@@ -204,24 +209,25 @@ class HSDPState:
 
     def note_post_backward(self) -> None:
         """A node that will call `post_backward` was put into the graph."""
-        if not self._run.engine.in_backward():
+        if not self.in_backward:
             self._pending_uses += 1
 
     def post_forward(self) -> None:
         """After the module's forward: its parameters go back to shards unless backward is next."""
         run = self._run
+        if self.in_backward:  # recomputation: the unit's own backward follows at once, so it stays whole
+            return
         grad_enabled = run.engine.is_grad_enabled()
-        # Recomputation inside backward: the unit's own backward follows at once, so it stays whole.
-        if not run.engine.in_backward():
-            self.training_state = TrainingState.IDLE
-            if self.group is not None and self._reshards_after_forward(grad_enabled):
+        self.training_state = TrainingState.IDLE
+        if self.group is not None:
+            if self._reshards_after_forward(grad_enabled):
                 self.group.reshard(after_forward=grad_enabled)
-            if grad_enabled and self.group is not None:
+            if grad_enabled:
                 self._awaits_backward = True
                 self._order_positions.append(len(run.post_forward_order))
                 run.post_forward_order.append(self)
-            if self.is_root and not grad_enabled:
-                run.drop_unused_prefetches()
+        if self.is_root and not grad_enabled:
+            run.drop_unused_prefetches()
 
     def _reshards_after_forward(self, grad_enabled: bool) -> bool:
         if self.reshard_after_forward is None:

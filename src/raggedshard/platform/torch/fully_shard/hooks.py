@@ -82,9 +82,10 @@ class _ModuleHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
             args, kwargs = map_tensors((args, kwargs), _cast_to(self._policy.param_dtype))
-        if not self._to_run:  # the first of the unit's modules
-            self._prepare(module)
-            self._state.pre_forward()
+        self._prepare(module)
+        self._state.pre_forward()
+        # A recomputation in backward may stop early, without a post-forward: only forwards are followed to their end.
+        if not self._state.in_backward and module not in self._to_run:
             self._to_run = set(self._modules)
         if self._state.wants_post_backward():
             args, kwargs = self._mark_inputs(args, kwargs)
@@ -108,11 +109,12 @@ class _ModuleHooks:
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._policy.output_dtype is not None:
             output = map_tensors(output, _cast_to(self._policy.output_dtype))
-        self._to_run.discard(module)
         if torch.is_grad_enabled():
             map_tensors(output, self._watch_output)
-        if not self._to_run:  # the last of the unit's modules
-            self._state.post_forward()
+        if not self._state.in_backward:
+            self._to_run.discard(module)
+            if not self._to_run:
+                self._state.post_forward()
         return output
 
     def _watch_output(self, tensor: torch.Tensor) -> torch.Tensor:
