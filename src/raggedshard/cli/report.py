@@ -21,7 +21,7 @@ from raggedshard.cli.comparison import (
     Tolerance,
 )
 
-WIDTH_WITHOUT_TERMINAL = 180
+WIDTH_WITHOUT_TERMINAL = 120
 LOSS_ROWS = 12
 
 
@@ -61,6 +61,8 @@ class Reporter(Silence):
         uneven = [layout for layout in layouts if layout.uneven]
         if uneven:
             self.console.print(_layout_table(uneven, ranks))
+            placement = re.sub(r"\w+=", "", uneven[0].placements)
+            self.console.print(f"In full, the placement of {uneven[0].name} is [bold]{placement}[/].")
         self.console.print(
             f"{len(uneven)} of {len(layouts)} parameters do not divide by {ranks}. Padding exists only inside "
             "collectives; optimizer and checkpoints see the true rows.\n"
@@ -105,24 +107,25 @@ class Reporter(Silence):
 
 
 def _table(title: str, **options: Any) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, **options)
+    look = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    return Table(title=title, title_justify="left", title_style="bold", **look, **options)
 
 
 def _layout_table(layouts: list[ParameterLayout], ranks: int) -> Table:
     table = _table(f"Parameters whose rows do not divide by {ranks}", show_footer=True)
     total = sum(sum(layout.padding_bytes) for layout in layouts)
     table.add_column("parameter", overflow="fold")
-    table.add_column("global shape", no_wrap=True)
-    table.add_column("placement")
-    table.add_column("rows of\neach rank", justify="right")
-    table.add_column("padding bytes\nof each rank", "all parameters", justify="right")
-    table.add_column("padding bytes\nof all ranks", f"{total:,}", justify="right")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("placement", no_wrap=True)
+    table.add_column("rows of\neach rank", justify="right", no_wrap=True)
+    table.add_column("its padding,\nbytes", "all together", justify="right")
+    table.add_column("of all\nranks", f"{total:,}", justify="right", no_wrap=True)
     for layout, count in _alike(layouts):
         padding = layout.padding_bytes
         table.add_row(
             layout.name,
             str(layout.shape),
-            re.sub(r"\w+=", "", layout.placements),
+            layout.placements.partition("(")[0],
             " ".join(str(rows) for rows in layout.rows),
             " ".join(f"{size:,}" for size in padding),
             f"{count} x {sum(padding):,}" if count > 1 else f"{sum(padding):,}",
