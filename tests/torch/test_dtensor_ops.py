@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import ROWS, assert_layout, assert_same, by_rows, even, full, grid, line, replicate, shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from harness import run_distributed, world_sizes
 from raggedshard.platform.torch.distribute import from_local
 from raggedshard.platform.torch.dtensor import ShardedDTensor, wrap_local
 from raggedshard.platform.torch.placements import RaggedShard
+from sharded import ROWS, assert_layout, assert_same, by_rows, even, full, grid, line, replicate, shard
 
 OUT_OF_PLACE = {
     "add": lambda x, y: x + y,
@@ -393,7 +393,7 @@ def torch_only(rank: int, world_size: int) -> None:
     x = torch.randn(8, 4)
     a = even(x, mesh)
     product = a @ replicate(torch.ones(4, 2), mesh)
-    assert type(product) is DTensor and product.placements == (Shard(0),)
+    assert type(product) is ShardedDTensor and product.placements == (Shard(0),)
     assert_same(product, x @ torch.ones(4, 2), exact=False)
     assert a.t().placements == (Shard(1),)
     transposed = a.t()

@@ -34,12 +34,13 @@ class ShardedDTensor(DTensor):
     - Element-wise operations run on the local tensors. Operands of other placements are brought to the layout of the
       first sharded one (of the tensor that is written, if there is one); the result has that layout.
     - Reductions over all elements communicate one value per rank. Without grad mode they return plain tensors, so
-      that values of several meshes can be combined; in grad mode Replicate DTensors.
+      that values of several meshes can be combined; in grad mode replicated tensors of this class.
     - Random operations draw the numbers of the whole tensor and keep the rank's own: with equal seeds the values are
       those of an unsharded tensor, on any number of ranks.
-    - Without a ragged placement, other operations are those of torch's DTensor. With one, they run on the gathered
-      tensors and return Replicate DTensors.
+    - Without a ragged placement, other operations are those of torch's DTensor. With one, and where torch has no rule,
+      they run on the gathered tensors and their results are replicated.
     - The gradient of a leaf has the leaf's placements.
+    - What comes out of an operation is of this class, so that the same holds for it.
     """
 
     _gathered: Any = None  # a `gathered.Gathered`, on views whose elements live on other ranks
@@ -191,11 +192,9 @@ def wrap_like(local: torch.Tensor, spec: DTensorSpec) -> ShardedDTensor:
     return wrap_local(local, spec.mesh, spec.placements, meta.shape, stride)
 
 
-def wrap_replicated(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """torch's own DTensor around a tensor that every rank holds."""
-    meta = TensorMeta(full.shape, full.stride(), full.dtype)
-    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    return DTensor(full, spec, requires_grad=False)  # type: ignore[call-arg]
+def wrap_replicated(full: torch.Tensor, mesh: DeviceMesh) -> ShardedDTensor:
+    """A tensor that every rank of the mesh holds as a whole."""
+    return wrap_local(full, mesh, (Replicate(),) * mesh.ndim, full.shape, full.stride())
 
 
 def _wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> ShardedDTensor:

@@ -2,7 +2,7 @@
 
 Every DTensor operand is gathered, the operation runs on the full tensors on every rank, and
 
-    a new result        is a Replicate DTensor of torch's class
+    a new result        is replicated
     a written operand   takes its rank's part of what was written
     a view              remembers the tensor it was gathered from, and writes to the view go through to it
 """
@@ -18,7 +18,6 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raggedshard.platform.torch.dtensor import ShardedDTensor, wrap_local, wrap_replicated
@@ -154,7 +153,7 @@ def _run_torch(func: Any, args: tuple, kwargs: dict) -> Any:
     flat, structure = tree_flatten((args, kwargs))
     plain = [_as_plain(value) if isinstance(value, ShardedDTensor) else value for value in flat]
     plain_args, plain_kwargs = tree_unflatten(plain, structure)
-    return _rewrap(func(*plain_args, **plain_kwargs), flat, plain, lambda t: t)
+    return _rewrap(func(*plain_args, **plain_kwargs), flat, plain, _as_sharded)
 
 
 def _rewrap(out: Any, given: list[Any], used: list[Any], wrap: Any) -> Any:
@@ -182,6 +181,12 @@ def _as_plain(tensor: ShardedDTensor) -> DTensor:
     return DTensor(local_of(tensor), spec, requires_grad=False)  # type: ignore[call-arg]
 
 
+def _as_sharded(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return wrap_local(local_of(tensor), tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+
 def _blank(tensor: DTensor) -> torch.Tensor:
     """A full tensor without values, laid out in memory as an unsharded one: random numbers follow memory order."""
     stride = dense_stride(tuple(tensor.shape), tuple(tensor.stride()))
@@ -195,7 +200,7 @@ def _write_part(full: torch.Tensor, tensor: DTensor) -> None:
 
 
 def _wrap_view(full: torch.Tensor, mesh: DeviceMesh, source: Gathered | None) -> ShardedDTensor:
-    view = wrap_local(full, mesh, (Replicate(),) * mesh.ndim, full.shape, full.stride())
+    view = wrap_replicated(full, mesh)
     view._gathered = source
     return view
 

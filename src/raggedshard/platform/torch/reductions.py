@@ -42,7 +42,7 @@ def _over_ranks(value: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int],
 
 
 def _result(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Plain without grad mode, so that values of several meshes mix; a DTensor where a gradient formula needs one."""
+    """Plain without grad mode, so that values of several meshes mix; replicated where gradient formulas run."""
     if torch.is_grad_enabled() or current_graph_task_id() != -1:
         return wrap_replicated(value, mesh)
     return value
@@ -167,7 +167,7 @@ def _count_nonzero(func: Any, args: tuple, kwargs: dict) -> Any:
 def _norm(func: Any, args: tuple, kwargs: dict) -> Any:
     """``linalg_vector_norm`` and ``norm``."""
     tensor: DTensor = args[0]
-    if not _covers(tensor, _argument(func, args, kwargs, "dim")) or tensor.numel() == 0:
+    if not _covers(tensor, _argument(func, args, kwargs, "dim")):
         return run_other(func, args, kwargs)
     name = "ord" if func._schema.name == "aten::linalg_vector_norm" else "p"
     order = _argument(func, args, kwargs, name, 2)
