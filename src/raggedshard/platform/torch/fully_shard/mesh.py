@@ -34,6 +34,11 @@ class DataParallelMesh:
                 f"{self.mesh.mesh_dim_names} of shape {tuple(self.mesh.shape)}. Slice it by name, e.g. "
                 "mesh['replicate', 'shard'], and leave the tensor-parallel dims out"
             )
+        if dist.get_process_group_ranks(self.shard_group)[self.shard_rank] != dist.get_rank():
+            raise ValueError(
+                f"the ranks of mesh dim {self.shard_dim_name} of {self.mesh} are not in ascending order, but a process "
+                "group's always are; make the mesh with init_device_mesh"
+            )
 
     @property
     def shard_dim(self) -> int:
