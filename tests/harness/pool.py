@@ -25,40 +25,60 @@ STACK_SECONDS = 2.0
 """How long a stuck worker gets to write its stacks."""
 
 
+PRELOADED = {
+    "torch": ["torch", "torch.distributed.tensor", "torch._dynamo", "pytest"],
+    "mindspore": ["mindspore", "mindspore.mint.distributed", "mindspore.experimental.optim", "pytest"],
+}
+"""What the server that forks a framework's workers imports first."""
+
+
 def run_distributed(
-    fn: Callable, world_size: int, *args: Any, timeout: float = 60, group_timeout: float = 30, **kwargs: Any
+    fn: Callable,
+    world_size: int,
+    *args: Any,
+    framework: str = "torch",
+    timeout: float = 60,
+    group_timeout: float = 30,
+    **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank and return the values in rank order.
 
+    framework: ``torch`` or ``mindspore``, whose process group the ranks are in.
     timeout: seconds for the whole call; group_timeout: seconds for one collective.
     Raises DistributedError with every failed rank's traceback or stacks when a rank raises, dies or hangs.
     """
-    outcomes = _run(fn, world_size, args, kwargs, timeout, group_timeout, grace=GRACE_SECONDS)
+    outcomes = _run(fn, world_size, args, kwargs, framework, timeout, group_timeout, grace=GRACE_SECONDS)
     if any(outcome.failed for outcome in outcomes):
         raise DistributedError(fn.__qualname__, outcomes)
     return [outcome.value for outcome in outcomes]
 
 
 def run_ranks(
-    fn: Callable, world_size: int, *args: Any, timeout: float = 60, group_timeout: float = 30, **kwargs: Any
+    fn: Callable,
+    world_size: int,
+    *args: Any,
+    framework: str = "torch",
+    timeout: float = 60,
+    group_timeout: float = 30,
+    **kwargs: Any,
 ) -> list[RankOutcome]:
     """Like ``run_distributed``, but a failing rank is a result: how each rank ended, in rank order.
 
     A failure stops no other rank before ``timeout``: a test can show that each one ends by itself, and when.
     For an error that every rank is to raise, ``pytest.raises`` inside ``fn`` is simpler and keeps the processes.
     """
-    return _run(fn, world_size, args, kwargs, timeout, group_timeout, grace=timeout)
+    return _run(fn, world_size, args, kwargs, framework, timeout, group_timeout, grace=timeout)
 
 
 class _Worker:
     """One process and this side of its pipe."""
 
-    def __init__(self, context: Any, directory: Path, number: int):
+    def __init__(self, context: Any, directory: Path, number: int, framework: str):
         self._log_path = directory / f"worker{number}.log"
         self._stack_path = directory / f"worker{number}.stacks"
         self.pipe, far_end = context.Pipe()
         self.process: BaseProcess = context.Process(
-            target=_serve, args=(far_end, str(self._log_path), str(self._stack_path)), daemon=True
+            target=_serve, args=(far_end, str(self._log_path), str(self._stack_path), framework), daemon=True
         )
         self.process.start()
         far_end.close()
@@ -95,10 +115,13 @@ class _Worker:
 class _Pool:
     """Workers for ranks 0, 1, ...; made when first needed, all replaced after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
         self._directory = tempfile.TemporaryDirectory(prefix="raggedshard-tests-")
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch._dynamo", "pytest"])
+        # One server forks the workers of all pools. It imports what the session has, and no framework that it lacks.
+        names = [name for framework, names in PRELOADED.items() if framework in sys.modules for name in names]
+        self._context.set_forkserver_preload(names)
         self._workers: list[_Worker] = []
         self._made = 0
         self._runs = 0
@@ -107,7 +130,7 @@ class _Pool:
         if not self._workers:
             _prepare_environment()
         while len(self._workers) < count:
-            self._workers.append(_Worker(self._context, Path(self._directory.name), self._made))
+            self._workers.append(_Worker(self._context, Path(self._directory.name), self._made, self._framework))
             self._made += 1
         return self._workers[:count]
 
@@ -125,35 +148,44 @@ class _Pool:
         self._directory.cleanup()
 
 
-_pool: _Pool | None = None
+_pools: dict[tuple[str, int], _Pool] = {}
 
 
-def _session_pool() -> _Pool:
-    global _pool
-    if _pool is None:
-        _pool = _Pool()
-        atexit.register(_pool.close)
-    return _pool
+def _session_pool(framework: str, world_size: int) -> _Pool:
+    # A MindSpore process stays in its first process group, so each world size has workers of its own.
+    key = (framework, world_size if framework == "mindspore" else 0)
+    if key not in _pools:
+        _pools[key] = _Pool(framework)
+        atexit.register(_pools[key].close)
+    return _pools[key]
 
 
 def _prepare_environment() -> None:
     """Read once, by the server that forks the workers: two cores and four ranks leave one thread to each."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOG_v"] = "4"  # noqa: SIM112  MindSpore warns about much that no test can change
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name need not resolve
 
 
-def _serve(jobs: Connection, log_path: str, stack_path: str) -> None:
-    # Here and not above: the test process must not pay for torch before it needs it.
+def _serve(jobs: Connection, log_path: str, stack_path: str, framework: str) -> None:
+    # Here and not above: the test process needs none of it.
     from harness.worker import serve
 
-    serve(jobs, log_path, stack_path)
+    serve(jobs, log_path, stack_path, framework)
 
 
 def _run(
-    fn: Callable, world_size: int, args: tuple, kwargs: dict, timeout: float, group_timeout: float, grace: float
+    fn: Callable,
+    world_size: int,
+    args: tuple,
+    kwargs: dict,
+    framework: str,
+    timeout: float,
+    group_timeout: float,
+    grace: float,
 ) -> list[RankOutcome]:
-    pool = _session_pool()
+    pool = _session_pool(framework, world_size)
     try:
         workers = pool.workers(world_size)
         _send_jobs(pool, workers, pickle.dumps((fn, args, kwargs)), group_timeout)
@@ -173,11 +205,18 @@ def _send_jobs(pool: _Pool, workers: list[_Worker], call: bytes, group_timeout: 
     from harness.worker import Job
 
     store_path = pool.new_store_path()
+    port = _free_port()
     filters = list(warnings.filters)
     for rank, worker in enumerate(workers):
         worker.forget_output()
-        job = Job(call, rank, len(workers), store_path, group_timeout, sys.path, filters)
+        job = Job(call, rank, len(workers), store_path, port, group_timeout, sys.path, filters)
         worker.pipe.send_bytes(pickle.dumps(job))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _collect(workers: list[_Worker], timeout: float, grace: float) -> list[RankOutcome]:

@@ -1,9 +1,9 @@
-"""The process of one rank: waits for jobs, runs each in a fresh process group, sends back how it ended."""
+"""The process of one rank: waits for jobs, runs each in a process group, sends back how it ended."""
 
 import contextlib
-import datetime
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -16,12 +16,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 @dataclass(frozen=True)
@@ -33,12 +30,27 @@ class Job:
     rank: int
     world_size: int
     store_path: str
+    port: int
     group_timeout: float
     import_path: list[str]
     warning_filters: list[tuple]
 
 
-def serve(jobs: Connection, log_path: str, stack_path: str) -> None:
+class Framework(Protocol):
+    """What a worker does with a framework: the modules ``harness.torch_worker`` and ``harness.mindspore_worker``."""
+
+    def prepare(self) -> None:
+        """Once per process."""
+
+    def start_process_group(self, job: Job) -> None: ...
+
+    def reset_global_state(self) -> None:
+        """Undo what an earlier job on this process may have left behind."""
+
+    def stop_process_group(self) -> None: ...
+
+
+def serve(jobs: Connection, log_path: str, stack_path: str, framework_name: str) -> None:
     """A worker's main loop; returns when the parent closes ``jobs``.
 
     What the rank prints goes to ``log_path``. On SIGUSR1 the stacks of all threads go to ``stack_path``, even when the
@@ -49,15 +61,16 @@ def serve(jobs: Connection, log_path: str, stack_path: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1, file=open(stack_path, "w"), all_threads=True)  # noqa: SIM115
-    torch.set_num_threads(1)
+    framework = cast(Framework, importlib.import_module(f"harness.{framework_name}_worker"))
+    framework.prepare()
     gc.collect()
-    gc.freeze()  # torch's own objects need no scan by the collection after each job
+    gc.freeze()  # the framework's own objects need no scan by the collection after each job
     while True:
         try:
             job = pickle.loads(jobs.recv_bytes())
         except EOFError:
             return
-        kind, payload = _run(job)
+        kind, payload = _run(job, framework)
         sys.stdout.flush()
         jobs.send_bytes(pickle.dumps((kind, payload)))
         if kind == "raised":
@@ -65,8 +78,7 @@ def serve(jobs: Connection, log_path: str, stack_path: str) -> None:
             os._exit(1)
         jobs.recv_bytes()  # every rank has returned: none can see this one's connections close in mid-collective
         gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        framework.stop_process_group()
 
 
 def _end_with_parent() -> None:
@@ -81,14 +93,16 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _run(job: Job) -> tuple[str, Any]:
+def _run(job: Job, framework: Framework) -> tuple[str, Any]:
     """("returned", pickled value) or ("raised", (one line, traceback))."""
     try:
         sys.path[:] = job.import_path
         fn, args, kwargs = pickle.loads(job.call)
         with _same_warning_filters(job.warning_filters):
-            _start_process_group(job)
-            _reset_global_state()
+            framework.start_process_group(job)
+            random.seed(0)
+            np.random.seed(0)
+            framework.reset_global_state()
             return "returned", pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs))
     except BaseException as error:
         one_line = traceback.format_exception_only(type(error), error)[-1].strip()
@@ -105,22 +119,3 @@ def _same_warning_filters(filters: list[tuple]) -> Iterator[None]:
                 action, getattr(message, "pattern", ""), category, getattr(module, "pattern", ""), line
             )
         yield
-
-
-def _start_process_group(job: Job) -> None:
-    timeout = datetime.timedelta(seconds=job.group_timeout)
-    store = dist.FileStore(job.store_path, job.world_size)
-    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
-
-
-def _reset_global_state() -> None:
-    """What an earlier job on this process may have left behind."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
-    # The cache holds output specs with the mesh of a process group that is gone; an equal new mesh would hit it.
-    _clear_sharding_prop_cache()

@@ -1,0 +1,1 @@
+"""``fully_shard`` on MindSpore cells."""

@@ -1,0 +1,106 @@
+"""What this backend uses of MindSpore's private API, in one place. Checked with MindSpore 2.10.0.
+
+MindSpore has an autograd engine, tensor subclasses and storages, but documents few of their names. Each use below
+can go once a public name does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
+from mindspore._c_expression import _DisableMsDispatchMode as DisableDispatch
+from mindspore._c_expression import run_backward as _run_backward
+from mindspore.communication.management import _init_with_store as init_with_store
+from mindspore.graph.api import _no_grad as no_grad
+from mindspore.graph.api import _pynative_executor as executor
+
+__all__ = [
+    "DisableDispatch",
+    "Function",
+    "alias",
+    "executor",
+    "front_alias",
+    "grad_of",
+    "in_backward",
+    "init_with_store",
+    "is_recording",
+    "itemsize",
+    "no_grad",
+    "queue_final_callback",
+    "resize_storage",
+    "run_backward",
+    "set_grad",
+    "subclass",
+]
+
+Function = ms._Function
+"""A custom autograd function. One that returns an input returns a view of it (see `alias`)."""
+
+
+def is_recording() -> bool:
+    """Whether operations go into an autograd graph now."""
+    return bool(executor.requires_grad())
+
+
+def in_backward() -> bool:
+    """Whether a backward runs; recomputation runs forwards inside it."""
+    return executor.get_current_autodiff_engine_id() != -1
+
+
+def queue_final_callback(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward under way is over. What it raises comes out of the backward call."""
+    executor.queue_backward_final_callback(callback)
+
+
+def run_backward(tensor: Tensor, gradient: Tensor | None, retain_graph: bool, create_graph: bool) -> None:
+    """Accumulate gradients into the leaves that ``tensor`` was computed from."""
+    _run_backward((tensor,), None if gradient is None else (gradient,), retain_graph, create_graph, ())
+
+
+def grad_of(leaf: Tensor) -> Tensor | None:
+    """What backwards accumulated in a leaf."""
+    return leaf._grad
+
+
+def set_grad(leaf: Tensor, grad: Tensor | None) -> None:
+    leaf._grad = grad
+
+
+def subclass(cls: type, local: Tensor) -> Any:
+    """A tensor of class ``cls`` that shares its storage and version counter with ``local``."""
+    return Tensor._make_subclass(cls, local)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """A new leaf on the same storage, with a version counter of its own, that is no view.
+
+    An operation copies an operand that is a view, and autograd saves the copy, so that freeing the storage between
+    forward and backward would free nothing. An alias is saved as it is.
+    """
+    other = mint.empty((0,), dtype=tensor.dtype)
+    other.data = tensor
+    return other
+
+
+def front_alias(padded: np.ndarray, shape: Sequence[int]) -> Tensor:
+    """A tensor of ``shape`` on the front of a 1-D host buffer; operators and optimizers can write to it.
+
+    They cannot through a view: on a CPU, MindSpore's in-place kernels check the size of the whole storage, or do
+    nothing.
+    """
+    numel = int(np.prod(shape, dtype=np.int64))
+    return Tensor.from_numpy(padded[:numel].reshape(tuple(shape)))
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element of a MindSpore dtype."""
+    return mint.empty((0,), dtype=dtype).itemsize
+
+
+def resize_storage(tensor: Tensor, numel: int) -> None:
+    """Free (``numel`` 0) or allocate the memory behind a tensor. Its contents are undefined afterwards."""
+    tensor.untyped_storage().resize_(numel * tensor.itemsize)
