@@ -161,3 +161,55 @@ def train_beside(
         theirs.zero_grad()
         losses.append(expected.item())
     return losses
+
+
+class Pair:
+    """A sharded model and its unsharded twin, stepped by hand.
+
+    The twin sees every rank's part: its gradients are the mean over the ranks of what each rank's loss gives.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, sharded: Any, reference: nn.Module, optimizer: str | None = "adamw"
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.sharded, self.reference = sharded, reference
+        models = (sharded, reference)
+        make = OPTIMIZERS.get(optimizer or "")
+        self.optimizers = [make(p for p in m.parameters() if p.requires_grad) for m in models] if make else []
+
+    def backward(self, loss_of: Callable[[Any, int], torch.Tensor]) -> torch.Tensor:
+        """Backward of ``loss_of(model, rank)`` on both; returns this rank's own loss, which is checked."""
+        expected = [loss_of(self.reference, rank) for rank in range(self.world_size)]
+        for loss in expected:
+            (loss / self.world_size).backward()
+        own = loss_of(self.sharded, self.rank)
+        own.backward()
+        torch.testing.assert_close(own, expected[self.rank], rtol=0, atol=1e-9)
+        return own.detach()
+
+    def check_gradients(self) -> None:
+        assert_same_gradients(self.sharded, self.reference, 0, 1e-9)
+
+    def step(self) -> None:
+        """Compare gradients, step both optimizers, compare parameters, drop the gradients."""
+        self.check_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(self.sharded, self.reference, 0, 1e-9)
+
+    def train(self, loss_of: Callable[[Any, int], torch.Tensor], steps: int = 2) -> None:
+        for _ in range(steps):
+            self.backward(loss_of)
+            self.step()
+
+
+def rows_of(rank: int, rows: int = 4, features: int = 8, seed: int = 0) -> torch.Tensor:
+    """A batch of a rank's own, the same wherever it is asked for."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randn(rows, features, dtype=torch.float64, generator=generator)
+
+
+def on_own_rows(model: nn.Module, rank: int) -> torch.Tensor:
+    return square_loss(model, rows_of(rank))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
-__all__ = ["Engine", "HSDPState", "ParamGroup", "RunContext"]
+__all__ = ["Engine", "HSDPState", "ParamGroup", "RunContext", "Use"]
 
 
 class ParamGroup(Protocol):
@@ -35,8 +35,11 @@ class ParamGroup(Protocol):
     def wait_for_unshard(self) -> None: ...
     def reshard(self, after_forward: bool = False) -> None: ...
     def take_unsharded_grads(self) -> None: ...
+    @property
+    def has_partial_reduction(self) -> bool: ...
     def start_reduce(self, all_reduce: bool) -> None: ...
     def finish_reduce(self) -> None: ...
+    def abandon_backward(self) -> None: ...
 
 
 class Engine(Protocol):
@@ -76,8 +79,8 @@ class RunContext:
             self.engine.queue_final_callback(self.finalize_backward)
 
     def begin_forward(self) -> None:
-        """The root's forward starts: a backward that never came to its end must have raised, so forget it."""
-        if self._callback_queued and not self.engine.in_backward():
+        """A forward outside of backward starts: a backward that never came to its end must have raised."""
+        if self._callback_queued:
             self.abandon()
 
     def reduce(self, state: HSDPState) -> None:
@@ -105,12 +108,15 @@ class RunContext:
                 state.forget_order()
 
     def abandon(self) -> None:
-        """Forget a backward that ended in an error, so that the next one starts clean."""
+        """Forget a backward that ended in an error and its gradients, so that the next one starts clean."""
         self._callback_queued = False
         self._reducing = None
         self.post_forward_order.clear()
         for state in self.states:
             state.forget_order()
+            if state.group is not None:
+                state.group.abandon_backward()
+                state.reshard()
 
     def drop_unused_prefetches(self) -> None:
         """After a forward that no backward follows: a unit that was prefetched and never ran goes back."""
@@ -118,6 +124,10 @@ class RunContext:
             if state.group is not None and state.is_prefetched:
                 state.is_prefetched = False
                 state.group.reshard()
+
+
+class Use:
+    """One forward of a unit, as its hooks in the graph name it."""
 
 
 class HSDPState:
@@ -142,7 +152,8 @@ class HSDPState:
         self.is_prefetched = False
         self.training_state = TrainingState.IDLE
         self._awaits_backward = False
-        self._pending_uses = 0
+        self._pending_uses: set[Use] = set()
+        self._open_uses: set[Use] = set()
         self._order_positions: list[int] = []
 
     @property
@@ -160,8 +171,10 @@ class HSDPState:
         return self._run.engine.in_backward()
 
     def unshard(self, async_op: bool = False) -> None:
-        """Start (and unless ``async_op`` finish) gathering the unit's parameters."""
+        """Start (and unless ``async_op`` finish) gathering the unit's parameters, anew if they were written to."""
         if self.group is not None:
+            if self.group.is_stale:
+                self.group.reshard()
             self.group.unshard(async_op=async_op)
             if not async_op:
                 self.group.wait_for_unshard()
@@ -180,23 +193,24 @@ class HSDPState:
     def pre_forward(self) -> None:
         """Before the module's forward: its parameters become whole."""
         run = self._run
-        if self.is_root:
-            run.begin_forward()
-        if self.group is None:
-            return
         if self.in_backward:
             self._use()
             return
+        run.begin_forward()
+        if self.group is None:
+            return
         self.training_state = TrainingState.FORWARD
-        if self.group.is_stale:
-            self.group.reshard()
-        self._use()
+        self.is_prefetched = False
+        self.unshard()
         for state in self.forward_prefetch:
             state.prefetch()
 
     def _use(self) -> None:
-        self.is_prefetched = False
-        self.unshard()
+        """Unshard for backward, with the values of the forward where they are still there."""
+        if self.group is not None:
+            self.is_prefetched = False
+            self.group.unshard()
+            self.group.wait_for_unshard()
 
     def wants_post_backward(self) -> bool:
         """Whether this forward is to tell (through its inputs) when its backward is over.
@@ -207,10 +221,10 @@ class HSDPState:
             return False
         return self.training_state is not TrainingState.BACKWARD
 
-    def note_post_backward(self) -> None:
+    def note_post_backward(self, use: Use) -> None:
         """A node that will call `post_backward` was put into the graph."""
         if not self.in_backward:
-            self._pending_uses += 1
+            self._pending_uses.add(use)
 
     def post_forward(self) -> None:
         """After the module's forward: its parameters go back to shards unless backward is next."""
@@ -234,7 +248,7 @@ class HSDPState:
             return not (self.is_root and grad_enabled)
         return bool(self.reshard_after_forward)
 
-    def pre_backward(self) -> None:
+    def pre_backward(self, use: Use) -> None:
         """Before the backward of the module's outputs: its parameters become whole again."""
         run = self._run
         run.ensure_final_callback()
@@ -242,6 +256,7 @@ class HSDPState:
             return
         self.training_state = TrainingState.BACKWARD
         self._awaits_backward = True
+        self._open_uses.add(use)
         self._use()
         for state in self._next_in_backward():
             state.prefetch()
@@ -253,14 +268,15 @@ class HSDPState:
         order = self._run.post_forward_order
         return [order[position - 1]] if 0 < position <= len(order) else []
 
-    def post_backward(self) -> None:
+    def post_backward(self, use: Use) -> None:
         """The gradients of the module's inputs are there, so those of its parameters are too.
 
         A module that ran several times waits for the last of its uses: autograd adds up a parameter's gradient over
-        all of them before it hands it over.
+        all of them before it hands it over. It never goes back to shards while the backward of a use is under way.
         """
-        self._pending_uses = max(0, self._pending_uses - 1)
-        if self._pending_uses == 0:
+        self._pending_uses.discard(use)
+        self._open_uses.discard(use)
+        if not self._pending_uses and not self._open_uses:
             self._run.ensure_final_callback()
             self._complete()
 
@@ -268,7 +284,9 @@ class HSDPState:
         """At the end of backward: reduce what is left, and go back to shards."""
         if self.group is None:
             return
-        if self._awaits_backward or self.group.has_unsharded_grads:
+        self._open_uses.clear()
+        put_off = self.requires_all_reduce and self.group.has_partial_reduction
+        if self._awaits_backward or self.group.has_unsharded_grads or put_off:
             self._complete()
         elif self.is_prefetched:
             self.reshard()
@@ -286,5 +304,6 @@ class HSDPState:
     def forget_order(self) -> None:
         """Between steps: no forward is waiting for its backward."""
         self._order_positions.clear()
-        self._pending_uses = 0
+        self._pending_uses.clear()
+        self._open_uses.clear()
         self.training_state = TrainingState.IDLE

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from raggedshard.fully_shard.state import HSDPState
+from raggedshard.fully_shard.state import HSDPState, Use
 
 __all__ = ["TorchEngine", "attach_hooks"]
 
@@ -34,14 +35,14 @@ class _PostBackward(torch.autograd.Function):
     """Identity on a module's inputs whose backward runs when the gradients of all of them are there."""
 
     @staticmethod
-    def forward(ctx: Any, state: HSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
+    def forward(ctx: Any, state: HSDPState, use: Use, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state, ctx.use = state, use
         return inputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.post_backward()
-        return (None, *grads)
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.state.post_backward(ctx.use)
+        return (None, None, *grads)
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -78,8 +79,10 @@ class _ModuleHooks:
         self._policy = mp_policy
         self._prepare = prepare
         self._to_run: set[nn.Module] = set()
+        self._uses: list[Use] = []
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._uses.append(Use())
         if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
             args, kwargs = map_tensors((args, kwargs), _cast_to(self._policy.param_dtype))
         self._prepare(module)
@@ -102,28 +105,32 @@ class _ModuleHooks:
         map_tensors((args, kwargs), collect)
         if not inputs:
             return args, kwargs
-        marked = iter(_PostBackward.apply(self._state, *inputs))  # type: ignore[arg-type]
-        self._state.note_post_backward()
+        marked = iter(_PostBackward.apply(self._state, self._uses[-1], *inputs))  # type: ignore[arg-type]
+        self._state.note_post_backward(self._uses[-1])
         return map_tensors((args, kwargs), lambda tensor: next(marked) if tensor.requires_grad else tensor)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Runs after a forward that raised too, with an output of ``None``: its parameters go back to shards."""
+        use = self._uses.pop()
+        if self._state.context is None:
+            return output
         if self._policy.output_dtype is not None:
             output = map_tensors(output, _cast_to(self._policy.output_dtype))
         if torch.is_grad_enabled():
-            map_tensors(output, self._watch_output)
+            map_tensors(output, partial(self._watch_output, use))
         if not self._state.in_backward:
             self._to_run.discard(module)
             if not self._to_run:
                 self._state.post_forward()
         return output
 
-    def _watch_output(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _watch_output(self, use: Use, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
-            tensor.register_hook(self._pre_backward)
+            tensor.register_hook(partial(self._pre_backward, use))
         return tensor
 
-    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
-        self._state.pre_backward()
+    def _pre_backward(self, use: Use, grad: torch.Tensor) -> torch.Tensor:
+        self._state.pre_backward(use)
         return grad
 
 
@@ -141,4 +148,4 @@ def attach_hooks(
     hooks = _ModuleHooks(modules, state, mp_policy, prepare)
     for module in modules:
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(hooks.post_forward)
+        module.register_forward_hook(hooks.post_forward, always_call=True)

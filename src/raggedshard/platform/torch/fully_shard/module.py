@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -54,18 +55,18 @@ def _post_forward_group(value: bool | int | None, dp_mesh: DataParallelMesh) -> 
     return _subgroup(dp_mesh, value)
 
 
-_SUBGROUPS: dict[tuple[int, int], dist.ProcessGroup] = {}
+_SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def _subgroup(dp_mesh: DataParallelMesh, size: int) -> dist.ProcessGroup:
     """Groups of ``size`` neighbours along the shard dim, made once per mesh."""
-    key = (id(dp_mesh.shard_group), size)
-    if key not in _SUBGROUPS:
+    groups = _SUBGROUPS.setdefault(dp_mesh.shard_group, {})
+    if size not in groups:
         rows = dp_mesh.mesh.mesh.view(-1, size).tolist()
         group, _ = dist.new_subgroups_by_enumeration(rows)
         assert isinstance(group, dist.ProcessGroup)
-        _SUBGROUPS[key] = group
-    return _SUBGROUPS[key]
+        groups[size] = group
+    return groups[size]
 
 
 def lazy_init(state: TorchState, module: nn.Module) -> None:

@@ -166,6 +166,7 @@ class HSDPParamV2:
         if not data.is_meta:
             data = data.to(device)
         self._sharded_param_data, local = self._make_storage(self._slice(data))
+        self._own_local = local
         self.sharded_param = nn.Parameter(self.as_sharded_dtensor(local), requires_grad=param.requires_grad)
         self._set_slots(self.sharded_param)
         self._init_dtypes()
@@ -222,6 +223,7 @@ class HSDPParamV2:
         if local.is_meta:
             return
         if self._is_own_storage(local):
+            self._own_local = local
             for view in self._padding_views():
                 view.zero_()
             return
@@ -231,10 +233,15 @@ class HSDPParamV2:
                 f"{tuple(local.shape)}, expected {tuple(self.sharded_size)} for placements {self._spmd_placements}"
             )
         with torch.inference_mode(False), torch.no_grad():
-            self._sharded_param_data, local = self._make_storage(local.detach())
-        cast(Any, self.sharded_param)._local_tensor = local
+            self._sharded_param_data, self._own_local = self._make_storage(local.detach())
+        cast(Any, self.sharded_param)._local_tensor = self._own_local
         self._init_dtypes()
         self._unsharded_param = self._unsharded_flat = None
+
+    def restore_storage(self) -> None:
+        """`reset_sharded_param` if a method of a module that is no unit itself replaced the parameter or its local."""
+        if self._local is not self._own_local or any(slot.get() is not self.sharded_param for slot in self.slots):
+            self.reset_sharded_param()
 
     def _adopt_replacement(self) -> None:
         """A module slot that got another Parameter (``load_state_dict(assign=True)``): keep ours, take its contents."""
@@ -259,7 +266,8 @@ class HSDPParamV2:
     def _padding_views(self) -> list[torch.Tensor]:
         """The part of this rank's storage that is padding; empty for a rank without any."""
         start = self.layout.lengths[self.dp_mesh.shard_rank] * self.layout.row_numel
-        return [self._sharded_param_data[start:]] if start < self.layout.padded_numel else []
+        # Of a detached alias: writing padding is no change of the values, which would be one on some ranks only.
+        return [self._sharded_param_data.data[start:]] if start < self.layout.padded_numel else []
 
     def shard_full(self, value: torch.Tensor) -> DTensor:
         """This rank's shard of a full value of the logical shape, without communication."""
@@ -303,8 +311,12 @@ class HSDPParamV2:
         if not self.aliases_shard():
             storage = self._unsharded_flat.untyped_storage()
             storage.resize_(self.layout.numel * self.param_dtype.itemsize)
-        if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
-            self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
+        self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """The user freezes and unfreezes the sharded parameter."""
+        if self._unsharded_param is not None:
+            self._unsharded_param.requires_grad_(self.sharded_param.requires_grad)
 
     def _init_unsharded_param(self) -> None:
         if self.aliases_shard():
@@ -365,6 +377,11 @@ class HSDPParamV2:
         if accumulate_dtype is not None:
             grad = grad.to(accumulate_dtype)
         self.unsharded_grad = grad if self.unsharded_grad is None else self.unsharded_grad + grad
+
+    def drop_unsharded_grad(self) -> None:
+        """Forget the gradient that autograd left on the unsharded parameter."""
+        if self._unsharded_param is not None:
+            self._unsharded_param.grad = None
 
     def gradient_views(self) -> list[torch.Tensor]:
         """The taken gradient as `chunk_views` want it, segment by segment."""

@@ -38,6 +38,7 @@ class _Gather:
 
     chunks: torch.Tensor
     work: dist.Work | None
+    unit: int
 
 
 @dataclass
@@ -67,6 +68,14 @@ class _Reduction:
     sent: torch.Tensor = field(repr=False)
 
 
+@dataclass
+class _Partial:
+    """HSDP: sums over the shard dim whose all-reduce waits for a later backward."""
+
+    params: list[HSDPParamV2]
+    sums: list[torch.Tensor]
+
+
 class HSDPParamGroup:
     """The parameters of one unit.
 
@@ -86,16 +95,16 @@ class HSDPParamGroup:
         self.is_unsharded = False
         self._gather: _Gather | None = None
         self._gathered_versions: list[tuple[int, int]] = []
-        self._post_forward_chunks: torch.Tensor | None = None
+        self._kept: _Gather | None = None
         self._reduction: _Reduction | None = None
-        self._partial_regions: list[torch.Tensor] | None = None
+        self._partial: _Partial | None = None
 
     # ---- unsharding
 
     @property
     def is_stale(self) -> bool:
         """Whether the sharded parameters were written to since they were gathered."""
-        gathered = self.is_unsharded or self._gather is not None
+        gathered = self.is_unsharded or self._gather is not None or self._kept is not None
         return gathered and self._gathered_versions != [p.version for p in self.params]
 
     def _gather_layout(self) -> FusedLayout:
@@ -106,11 +115,14 @@ class HSDPParamGroup:
         """Start the all-gather; `wait_for_unshard` finishes it. Nothing happens if it is done or under way."""
         if self.is_unsharded or self._gather is not None:
             return
+        if self._kept is not None:
+            self._gather = self._gather_kept(self._kept)
+            return
+        for p in self.params:
+            p.restore_storage()
         self._gathered_versions = [p.version for p in self.params]
-        if self._post_forward_chunks is not None:
-            self._gather = self._gather_post_forward()
-        elif self.dp_mesh.shard_world_size == 1 and all(p.aliases_shard() for p in self.params):
-            self._gather = _Gather(torch.empty(0), None)
+        if self.dp_mesh.shard_world_size == 1 and all(p.aliases_shard() for p in self.params):
+            self._gather = _Gather(torch.empty(0), None, self.unit)
         else:
             self._gather = self._gather_shards()
 
@@ -126,29 +138,32 @@ class HSDPParamGroup:
             for p, offset in zip(self.params, layout.offsets, strict=True)
         ]
         torch._foreach_copy_(targets, [data for p in self.params for data in p.all_gather_inputs])
-        return _Gather(chunks, all_gather_chunks(chunks, self.dp_mesh.shard_group))
+        return _Gather(chunks, all_gather_chunks(chunks, self.dp_mesh.shard_group), self.unit)
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: the unsharded parameters are in the modules afterwards."""
         gather, self._gather = self._gather, None
         if gather is None:
+            for p in self.params:
+                p.follow_requires_grad()
             return
         if gather.work is not None:
             gather.work.wait()
+        if gather.chunks.numel():
+            self._check_gathered(gather)
         for p in self.params:
             p.alloc_unsharded()
         if gather.chunks.numel():
-            self._check_gathered(gather.chunks)
             self._copy_out(gather.chunks)
-            self._keep_post_forward_chunks(gather.chunks)
+            self._keep_rows(gather)
         for p in self.params:
             p.to_unsharded()
         self.is_unsharded = True
 
-    def _check_gathered(self, chunks: torch.Tensor) -> None:
-        units = chunks[:, :HEADER_BYTES].contiguous().view(torch.int64).flatten().tolist()
-        others = {rank: unit for rank, unit in enumerate(units) if unit != self.unit}
+    def _check_gathered(self, gather: _Gather) -> None:
+        units = gather.chunks[:, :HEADER_BYTES].contiguous().view(torch.int64).flatten().tolist()
+        others = {rank: unit for rank, unit in enumerate(units) if unit != gather.unit}
         if others:
             raise RuntimeError(describe_mismatch("all-gather", self.unit, self.unit_names, others))
 
@@ -162,22 +177,21 @@ class HSDPParamGroup:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _keep_post_forward_chunks(self, chunks: torch.Tensor) -> None:
+    def _keep_rows(self, gather: _Gather) -> None:
         """With ``reshard_after_forward=n``, keep this rank's part of the rows for backward's smaller all-gather."""
-        if self.post_forward_group is None or self._post_forward_chunks is not None:
+        if self.post_forward_group is None or self._kept is not None:
             return
-        ranks = dist.get_world_size(self.post_forward_group)
-        rows = self.dp_mesh.shard_world_size // ranks
-        self._post_forward_chunks = chunks.narrow(0, dist.get_rank(self.post_forward_group) * rows, rows).clone()
+        rows = self.dp_mesh.shard_world_size // dist.get_world_size(self.post_forward_group)
+        own = dist.get_rank(self.post_forward_group) * rows
+        self._kept = _Gather(gather.chunks.narrow(0, own, rows).clone(), None, gather.unit)
 
-    def _gather_post_forward(self) -> _Gather:
-        assert self._post_forward_chunks is not None and self.post_forward_group is not None
-        kept = self._post_forward_chunks
+    def _gather_kept(self, kept: _Gather) -> _Gather:
+        assert self.post_forward_group is not None
         ranks = dist.get_world_size(self.post_forward_group)
-        chunks = torch.empty((ranks, kept.numel()), dtype=torch.uint8, device=kept.device)
-        chunks[dist.get_rank(self.post_forward_group)] = kept.view(-1)
+        chunks = kept.chunks.new_empty((ranks, kept.chunks.numel()))
+        chunks[dist.get_rank(self.post_forward_group)] = kept.chunks.view(-1)
         work = all_gather_chunks(chunks, self.post_forward_group)
-        return _Gather(chunks.view(-1, kept.shape[1]), work)
+        return _Gather(chunks.view(-1, kept.chunks.shape[1]), work, kept.unit)
 
     def reshard(self, after_forward: bool = False) -> None:
         """Free the unsharded parameters and put the sharded ones back.
@@ -190,7 +204,7 @@ class HSDPParamGroup:
                 self._gather.work.wait()
             self._gather = None
         if not after_forward:
-            self._post_forward_chunks = None
+            self._kept = None
         if not self.is_unsharded:
             return
         for p in self.params:
@@ -220,6 +234,19 @@ class HSDPParamGroup:
             p.unsharded_grad is not None or (p._unsharded_param is not None and p._unsharded_param.grad is not None)
             for p in self.params
         )
+
+    @property
+    def has_partial_reduction(self) -> bool:
+        """Whether gradients of earlier backwards wait for their all-reduce."""
+        return self._partial is not None
+
+    def abandon_backward(self) -> None:
+        """Drop what a backward that raised left behind: gradients not yet taken, a reduction not handed out."""
+        for p in self.params:
+            p.drop_unsharded_grad()
+        reduction, self._reduction = self._reduction, None
+        if reduction is not None and reduction.work is not None:
+            reduction.work.wait()
 
     @torch.no_grad()
     def take_unsharded_grads(self) -> None:
@@ -311,7 +338,7 @@ class HSDPParamGroup:
             reduction.work.wait()
         self._check_exchanged(reduction)
         sums = [region.view(reduction.received).sum(dim=0, dtype=region.dtype) for region in reduction.regions]
-        if self.dp_mesh.replicate_group is not None and not self._all_reduce(sums, reduction.all_reduce):
+        if self.dp_mesh.replicate_group is not None and not self._all_reduce(sums, reduction):
             return
         used = self._used_anywhere(reduction, sums[0])
         for region, total in zip(reduction.regions, sums, strict=True):
@@ -324,14 +351,19 @@ class HSDPParamGroup:
         if others:
             raise RuntimeError(describe_mismatch("gradient reduction", self.unit, self.unit_names, others))
 
-    def _all_reduce(self, sums: list[torch.Tensor], all_reduce: bool) -> bool:
+    def _all_reduce(self, sums: list[torch.Tensor], reduction: _Reduction) -> bool:
         """Add up over the replicas; ``False`` while that waits for a later backward."""
-        if self._partial_regions is not None:
-            for total, partial in zip(sums, self._partial_regions, strict=True):
-                total.add_(partial)
-            self._partial_regions = None
-        if not all_reduce:
-            self._partial_regions = sums
+        params = [p for region in reduction.regions for p in region.params]
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            if partial.params != params:
+                raise RuntimeError(
+                    f"unit '{self.unit_names[self.unit]}': parameters were frozen or unfrozen while gradients wait for "
+                    "their all-reduce. Do so after a backward with set_requires_all_reduce(True)"
+                )
+            torch._foreach_add_(sums, partial.sums)
+        if not reduction.all_reduce:
+            self._partial = _Partial(params, sums)
             return False
         group = self.dp_mesh.replicate_group
         assert group is not None

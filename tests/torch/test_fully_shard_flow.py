@@ -1,0 +1,559 @@
+"""Any order of forwards, backwards and steps gives what it gives on the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from harness import run_distributed, world_sizes
+from raggedshard.torch import DeviceMesh, fully_shard
+from training import (
+    OddMLP,
+    Pair,
+    full,
+    mesh_of,
+    on_own_rows,
+    rows_of,
+    shard_odd_mlp,
+    square_loss,
+)
+
+
+def odd_mlp_pair(rank: int, world_size: int, replicas: int = 1, **options: Any) -> Pair:
+    torch.manual_seed(0)
+    reference = OddMLP().double()
+    model = shard_odd_mlp(copy.deepcopy(reference), mesh=mesh_of(world_size, replicas), **options)
+    return Pair(rank, world_size, model, reference)
+
+
+def pair_of(
+    rank: int, world_size: int, build: Callable[[], nn.Module], units: tuple[str, ...] = (), **options: Any
+) -> Pair:
+    """``build()`` and its copy, of which the submodules ``units`` and the root become units."""
+    torch.manual_seed(0)
+    reference = build().double()
+    model = copy.deepcopy(reference)
+    mesh = mesh_of(world_size)
+    for name in units:
+        fully_shard(model.get_submodule(name), mesh=mesh, **options)
+    return Pair(rank, world_size, fully_shard(model, mesh=mesh, **options), reference)
+
+
+def all_sharded(model: nn.Module) -> bool:
+    return all(isinstance(param, DTensor) for param in model.parameters())
+
+
+# ---- uses of a module
+
+
+class Twice(nn.Module):
+    """``square`` runs three times in a forward, ``odd`` twice, on parallel branches and in a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Linear(7, 7)
+        self.odd = nn.Linear(8, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.odd(x), self.odd(torch.tanh(x))
+        return self.square(torch.tanh(self.square(a) + self.square(b)))
+
+
+class Choosy(nn.Module):
+    """Uses ``spare``, ``maybe`` and the ``scale`` parameter only when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 7)
+        self.maybe = nn.Linear(7, 7)
+        self.spare = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor, maybe: bool = False, scale: bool = False) -> torch.Tensor:
+        x = torch.tanh(self.up(x))
+        if maybe:
+            x = self.maybe(x)
+        return x * self.scale if scale else x
+
+
+def use_several_times(rank, world_size, reshard):
+    pair = pair_of(rank, world_size, Twice, ("square", "odd"), reshard_after_forward=reshard)
+    pair.train(on_own_rows, steps=3)
+
+
+@world_sizes(1, 3)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_module_may_run_several_times_in_one_forward(world_size, reshard):
+    run_distributed(use_several_times, world_size, reshard)
+
+
+def leave_unused(rank, world_size):
+    pair = pair_of(rank, world_size, Choosy, ("maybe", "spare"))
+    before = {name: full(p).clone() for name, p in pair.sharded.named_parameters()}
+    pair.train(on_own_rows)
+    names = ("maybe.weight", "maybe.bias", "spare.weight", "spare.bias", "scale")
+    pair.backward(on_own_rows)
+    grads = {name: p.grad for name, p in pair.sharded.named_parameters()}
+    assert all(grads[name] is None for name in names)
+    pair.step()
+    now = {name: full(p) for name, p in pair.sharded.named_parameters()}
+    assert all(torch.equal(now[name], before[name]) for name in names)
+    assert not torch.equal(now["up.weight"], before["up.weight"])
+
+
+def test_what_nobody_uses_has_no_gradient_and_no_weight_decay():
+    run_distributed(leave_unused, 3)
+
+
+def use_then_leave(rank, world_size):
+    pair = pair_of(rank, world_size, Choosy, ("maybe",))
+    for step in range(4):
+        pair.backward(lambda m, r, on=step % 2 == 0: m(rows_of(r), maybe=on, scale=not on).square().mean())
+        pair.step()
+
+
+def test_what_is_used_in_every_other_step_keeps_up():
+    run_distributed(use_then_leave, 3)
+
+
+def use_on_some_ranks(rank, world_size, units):
+    pair = pair_of(rank, world_size, Choosy, units)
+    pair.train(lambda m, r: m(rows_of(r), scale=r == 1).square().mean())
+    pair.train(lambda m, r: m(rows_of(r), maybe=True, scale=r != 1).square().mean())
+
+
+@pytest.mark.parametrize("units", [(), ("maybe",)])
+def test_a_parameter_that_some_ranks_do_not_use_has_zero_gradient_there(units):
+    run_distributed(use_on_some_ranks, 4, units)
+
+
+# ---- forwards and backwards in other orders
+
+
+def two_forwards_one_backward(rank, world_size):
+    pair = odd_mlp_pair(rank, world_size)
+    pair.train(lambda m, r: square_loss(m, rows_of(r)) + square_loss(m, rows_of(r, rows=3, seed=1)))
+
+
+def two_forwards_two_backwards(rank, world_size):
+    pair = odd_mlp_pair(rank, world_size)
+    for model, ranks in ((pair.reference, range(world_size)), (pair.sharded, [rank])):
+        for r in ranks:
+            losses = [square_loss(model, rows_of(r, seed=seed)) for seed in range(3)]
+            for loss in (losses[1], losses[0], losses[2]):
+                (loss / len(ranks)).backward()
+    pair.step()
+    pair.train(on_own_rows)
+
+
+def backward_twice(rank, world_size):
+    """The second backward meets the uses of the first again, and a new use besides."""
+    pair = pair_of(rank, world_size, Twice, ("square", "odd"))
+    for model, ranks in ((pair.reference, range(world_size)), (pair.sharded, [rank])):
+        for r in ranks:
+            loss = on_own_rows(model, r) / len(ranks)
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+            (loss + square_loss(model, rows_of(r, seed=1)) / len(ranks)).backward()
+    pair.step()
+    pair.train(on_own_rows)
+
+
+def keep_order_between_backwards(rank, world_size):
+    pair = pair_of(rank, world_size, Twice, ("square", "odd"))
+    for model, ranks in ((pair.reference, range(world_size)), (pair.sharded, [rank])):
+        for r in ranks:
+            first, second = (square_loss(model, rows_of(r, seed=seed)) / len(ranks) for seed in range(2))
+            if model is pair.sharded:
+                pair.sharded.set_is_last_backward(False)
+            first.backward(retain_graph=True)
+            if model is pair.sharded:
+                pair.sharded.set_is_last_backward(True)
+            (first + second).backward()
+    pair.step()
+    pair.train(on_own_rows)
+
+
+def interleave_steps(rank, world_size):
+    """A step between two forwards, with no backward of the first: the second must see the new values."""
+    for reshard in (None, True, False, 2):
+        pair = odd_mlp_pair(rank, world_size, reshard_after_forward=reshard)
+        pair.backward(on_own_rows)
+        pair.check_gradients()
+        on_own_rows(pair.sharded, rank)
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.train(on_own_rows)
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [
+        two_forwards_one_backward,
+        two_forwards_two_backwards,
+        backward_twice,
+        keep_order_between_backwards,
+        interleave_steps,
+    ],
+)
+def test_order_of_forwards_and_backwards(flow):
+    run_distributed(flow, 4)
+
+
+def input_needs_grad(rank, world_size):
+    pair = odd_mlp_pair(rank, world_size)
+    for _ in range(2):
+        grads = []
+        for model in (pair.reference, pair.sharded):
+            x = rows_of(rank).requires_grad_()
+            loss = square_loss(model, x)
+            grads.append(torch.autograd.grad(loss, x)[0])
+        torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-12)
+        assert all(p.grad is None for p in pair.sharded.parameters())
+        assert all_sharded(pair.sharded)
+        pair.train(on_own_rows, steps=1)
+
+
+def test_gradients_of_inputs_alone_leave_no_gradients_behind():
+    run_distributed(input_needs_grad, 3)
+
+
+# ---- accumulation
+
+
+def accumulate_without_sync(rank, world_size, replicas, reshard):
+    """Two micro-batches without communication and one with."""
+    pair = odd_mlp_pair(rank, world_size, replicas)
+    for _ in range(2):
+        pair.sharded.set_reshard_after_backward(reshard)
+        pair.sharded.set_requires_gradient_sync(False)
+        for seed in range(2):
+            pair.backward(lambda m, r, seed=seed: square_loss(m, rows_of(r, seed=seed)))
+        pair.sharded.reshard()
+        assert all(p.grad is None for unit in pair.sharded.modules() for p in unit.parameters(recurse=False))
+        pair.sharded.set_reshard_after_backward(True)
+        pair.sharded.set_requires_gradient_sync(True)
+        pair.backward(lambda m, r: square_loss(m, rows_of(r, seed=2)))
+        pair.step()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_accumulation_without_gradient_sync(replicas, reshard):
+    run_distributed(accumulate_without_sync, 4, replicas, reshard)
+
+
+def accumulate_unused_last(rank, world_size, replicas):
+    """What only the first micro-batch used is reduced with the last one, which did not run it."""
+    torch.manual_seed(0)
+    reference = Choosy().double()
+    model = copy.deepcopy(reference)
+    mesh = mesh_of(world_size, replicas)
+    fully_shard(model.maybe, mesh=mesh)
+    pair = Pair(rank, world_size, fully_shard(model, mesh=mesh), reference)
+    switch = pair.sharded.set_requires_gradient_sync if replicas == 1 else pair.sharded.set_requires_all_reduce
+    for _ in range(2):
+        switch(False)
+        pair.backward(lambda m, r: m(rows_of(r), maybe=True, scale=True).square().mean())
+        switch(True)
+        pair.backward(lambda m, r: m(rows_of(r, seed=1)).square().mean())
+        pair.step()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_accumulation_ends_right_where_the_last_micro_batch_uses_less(replicas):
+    run_distributed(accumulate_unused_last, 4, replicas)
+
+
+def accumulate_without_all_reduce(rank, world_size):
+    pair = odd_mlp_pair(rank, world_size, replicas=2)
+    for _ in range(2):
+        pair.sharded.set_requires_all_reduce(False)
+        for seed in range(2):
+            pair.backward(lambda m, r, seed=seed: square_loss(m, rows_of(r, seed=seed)))
+        assert all(p.grad is None for p in pair.sharded.parameters())
+        pair.sharded.set_requires_all_reduce(True)
+        pair.backward(lambda m, r: square_loss(m, rows_of(r, seed=2)))
+        pair.step()
+
+
+def test_hsdp_accumulation_without_all_reduce():
+    run_distributed(accumulate_without_all_reduce, 4)
+
+
+def accumulate_with_sync(rank, world_size):
+    pair = odd_mlp_pair(rank, world_size)
+    for _ in range(2):
+        for seed in range(3):
+            pair.backward(lambda m, r, seed=seed: square_loss(m, rows_of(r, seed=seed)))
+        pair.step()
+
+
+def test_reduced_gradients_add_up():
+    run_distributed(accumulate_with_sync, 3)
+
+
+# ---- inference
+
+
+def infer_between_steps(rank, world_size, mode, reshard):
+    pair = odd_mlp_pair(rank, world_size, reshard_after_forward=reshard)
+    for _ in range(2):
+        with mode():
+            out = pair.sharded(rows_of(rank))
+            expected = pair.reference(rows_of(rank))
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        if reshard is not False:
+            assert all_sharded(pair.sharded)
+        pair.train(on_own_rows, steps=1)
+        assert all_sharded(pair.sharded)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("reshard", [None, True, False, 2])
+def test_inference_first_thing_and_between_steps(mode, reshard):
+    run_distributed(infer_between_steps, 4, mode, reshard)
+
+
+# ---- inputs and outputs
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    name: str = "output"
+
+
+class Structured(nn.Module):
+    """Takes and returns nested containers; ``shape`` chooses which."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 7)
+        self.head = nn.Linear(7, 3)
+        self.shape = shape
+
+    def forward(self, inputs: Any, *, scale: torch.Tensor) -> Any:
+        x = inputs["x"][0] if isinstance(inputs, dict) else inputs.hidden
+        hidden = torch.tanh(self.linear(x)) * scale
+        logits = self.head(hidden)
+        if self.shape == "dict":
+            return {"hidden": [hidden], "logits": (logits, None, 3)}
+        return Output(hidden, logits) if self.shape == "dataclass" else (hidden, [logits, "text"])
+
+
+class Caller(nn.Module):
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.inner = Structured(shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        inputs = Output(x) if self.inner.shape == "dataclass" else {"x": [x]}
+        out = self.inner(inputs, scale=x.mean())
+        if self.inner.shape == "dict":
+            return out["hidden"][0].sum(1) + out["logits"][0].sum(1)
+        if self.inner.shape == "dataclass":
+            return out.hidden.sum(1) + out.logits.sum(1)
+        return out[0].sum(1) + out[1][0].sum(1)
+
+
+def structured(rank, world_size, shape):
+    pair = pair_of(rank, world_size, lambda: Caller(shape), ("first", "inner"))
+    pair.train(on_own_rows, steps=3)
+
+
+@pytest.mark.parametrize("shape", ["dict", "dataclass", "tuple"])
+def test_inputs_and_outputs_in_containers(shape):
+    run_distributed(structured, 3, shape)
+
+
+# ---- errors, submodules, units by hand
+
+
+class Fails(nn.Module):
+    """Raises in forward or in backward when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 7)
+        self.down = nn.Linear(7, 3)
+        self.when = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.up(x))
+        if self.when == "backward":
+            x.register_hook(self._fail)
+        x = self.down(x)
+        if self.when == "forward":
+            self._fail(x)
+        return x
+
+    def _fail(self, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("told to fail")
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.inner = Fails()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(torch.tanh(self.first(x)))
+
+
+def go_on_after_error(rank, world_size, when, again):
+    pair = pair_of(rank, world_size, Outer, ("first", "inner.up", "inner"))
+    for steps in (0, 2):  # as the very first thing, and later
+        pair.train(on_own_rows, steps=steps)
+        pair.backward(on_own_rows)
+        pair.sharded.inner.when = when
+        with pytest.raises(ArithmeticError, match="told to fail"):
+            on_own_rows(pair.sharded, rank).backward()
+        pair.sharded.inner.when = ""
+        if when == "forward":
+            pair.step()
+        for optimizer in pair.optimizers:
+            optimizer.zero_grad()
+        if again == "inner":  # not through the root
+            pair.backward(lambda m, r: square_loss(m.inner, rows_of(r)))
+            pair.step()
+        pair.train(on_own_rows)
+        assert all_sharded(pair.sharded)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("again", ["root", "inner"])
+def test_training_goes_on_right_after_an_error(when, again):
+    run_distributed(go_on_after_error, 3, when, again)
+
+
+def submodule_alone(rank, world_size, first):
+    """A unit without its root: before the root's first forward, after it, and in one backward with it."""
+    pair = odd_mlp_pair(rank, world_size)
+
+    def alone(m: nn.Module, r: int) -> torch.Tensor:
+        return square_loss(m.get_submodule("up"), rows_of(r))
+
+    if first == "root":
+        pair.train(on_own_rows, steps=1)
+    pair.train(alone)
+    pair.train(on_own_rows)
+    pair.train(lambda m, r: on_own_rows(m, r) + alone(m, r))
+    pair.train(lambda m, r: alone(m, r) + on_own_rows(m, r))
+
+
+@pytest.mark.parametrize("first", ["root", "submodule"])
+def test_a_unit_may_run_without_its_root(first):
+    run_distributed(submodule_alone, 3, first)
+
+
+def two_roots(rank, world_size):
+    torch.manual_seed(0)
+    reference = nn.ModuleList([nn.Linear(8, 7), nn.Linear(7, 5)]).double()
+    model = copy.deepcopy(reference)
+    for part in model:
+        fully_shard(part, mesh=mesh_of(world_size))
+    pair = Pair(rank, world_size, model, reference)
+    pair.train(lambda m, r: m[1](torch.tanh(m[0](rows_of(r)))).square().mean())
+
+
+def test_models_sharded_apart_train_in_one_backward():
+    run_distributed(two_roots, 3)
+
+
+def units_by_hand(rank, world_size, async_op):
+    pair = odd_mlp_pair(rank, world_size)
+    for _ in range(2):
+        handle = pair.sharded.up.unshard(async_op=async_op)
+        if async_op:
+            handle.wait()
+        else:
+            assert handle is None
+        weight = pair.sharded.up.weight
+        assert not isinstance(weight, DTensor)
+        torch.testing.assert_close(weight, pair.reference.get_parameter("up.weight"), rtol=0, atol=1e-12)
+        assert isinstance(pair.sharded.even.weight, DTensor)
+        pair.sharded.up.reshard()
+        assert all_sharded(pair.sharded.up)
+        pair.sharded.up.unshard(async_op=async_op)  # and not waited for
+        pair.train(on_own_rows, steps=1)
+        pair.sharded.up.unshard(async_op=async_op)
+        pair.train(on_own_rows, steps=1)
+    pair.sharded.up.unshard(async_op=True)
+    pair.sharded.up.reshard()
+    assert all_sharded(pair.sharded)
+    pair.train(on_own_rows)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_unshard_and_reshard_by_hand(async_op):
+    run_distributed(units_by_hand, 3, async_op)
+
+
+def stale_after_hand(rank, world_size):
+    """Unsharded by hand, then stepped: the next forward gathers the new values."""
+    pair = odd_mlp_pair(rank, world_size)
+    pair.backward(on_own_rows)
+    pair.sharded.up.unshard()
+    for optimizer in pair.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.train(on_own_rows)
+
+
+def test_a_step_makes_what_was_unsharded_by_hand_stale():
+    run_distributed(stale_after_hand, 3)
+
+
+# ---- communication
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def count_collectives(rank, world_size, replicas, reshard):
+    """Calls of the collectives of torch.distributed in a step that is not the first."""
+    torch.manual_seed(0)
+    model: Any = Chain()
+    mesh: DeviceMesh = mesh_of(world_size, replicas)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(2, 7)
+    model(x).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(x).sum().backward()
+    events = [event.name for event in profile.events() or ()]
+    return {
+        kind: sum(event.startswith(f"gloo:{kind}") for event in events)
+        for kind in ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "broadcast")
+    }
+
+
+@pytest.mark.parametrize(("reshard", "gathers"), [(True, 6), (False, 3)])
+def test_collectives_of_a_step(reshard, gathers):
+    for counts in run_distributed(count_collectives, 2, 1, reshard):
+        assert counts == {"all_gather": gathers, "all_to_all": 3, "all_reduce": 0, "reduce_scatter": 0, "broadcast": 0}
+
+
+def test_hsdp_adds_one_all_reduce_a_unit():
+    for counts in run_distributed(count_collectives, 4, 2, True):
+        assert counts == {"all_gather": 6, "all_to_all": 3, "all_reduce": 3, "reduce_scatter": 0, "broadcast": 0}
