@@ -63,7 +63,7 @@ group_specs = st.builds(
 )
 run_specs = st.builds(
     lambda groups, leaves, mesh, reshard, optimizer, calls: RunSpec(
-        GroupSpec(True, leaves, groups), *mesh, reshard, optimizer, calls
+        GroupSpec(True, leaves, groups), mesh[0], mesh[1], reshard, optimizer, calls
     ),
     groups=st.lists(group_specs, max_size=3).map(tuple),
     leaves=st.lists(leaf_specs, min_size=1, max_size=2).map(tuple),
