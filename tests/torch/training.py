@@ -81,7 +81,7 @@ def square_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

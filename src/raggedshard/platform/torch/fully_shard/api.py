@@ -14,7 +14,14 @@ from raggedshard.fully_shard.policies import MixedPrecisionPolicy, OffloadPolicy
 from raggedshard.platform.torch.dtensor import ShardedDTensor
 from raggedshard.platform.torch.fully_shard.hooks import attach_hooks
 from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh, default_mesh
-from raggedshard.platform.torch.fully_shard.module import FSDPModule, TorchState, lazy_init, mix_in, state_of
+from raggedshard.platform.torch.fully_shard.module import (
+    FSDPModule,
+    TorchState,
+    check_reshard_after_forward,
+    lazy_init,
+    mix_in,
+    state_of,
+)
 from raggedshard.platform.torch.fully_shard.param import HSDPParamV2, ParamSlot
 from raggedshard.platform.torch.fully_shard.param_group import HSDPParamGroup
 from raggedshard.platform.torch.fully_shard.state_dict import attach_state_dict_hooks
@@ -85,6 +92,7 @@ def fully_shard(
     modules = tuple(module) if isinstance(module, list | tuple) else (module,)
     _check_modules(modules)
     dp_mesh = DataParallelMesh(mesh if mesh is not None else default_mesh())
+    check_reshard_after_forward(reshard_after_forward, dp_mesh)
     slots = _collect_slots(modules, ignored_params or set())
     _check_ties(modules, slots)
     params = [
@@ -100,6 +108,9 @@ def fully_shard(
         )
         for param, (places, names) in slots.items()
     ]
+    # Every check has passed: a call that raises leaves the module as it was.
+    for param, sharded in zip(slots, params, strict=True):
+        sharded.shard(param)
     for param, (_, names) in slots.items():
         _CLAIMED[id(param)] = (weakref.ref(param), names[0])
     _move_buffers(modules, dp_mesh.device)

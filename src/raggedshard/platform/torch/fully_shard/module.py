@@ -14,7 +14,15 @@ from raggedshard.platform.torch.fully_shard.hooks import TorchEngine
 from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh
 from raggedshard.platform.torch.fully_shard.param_group import HSDPParamGroup
 
-__all__ = ["FSDPModule", "TorchState", "UnshardHandle", "lazy_init", "mix_in", "state_of"]
+__all__ = [
+    "FSDPModule",
+    "TorchState",
+    "UnshardHandle",
+    "check_reshard_after_forward",
+    "lazy_init",
+    "mix_in",
+    "state_of",
+]
 
 _STATE = "_raggedshard_state"
 
@@ -43,16 +51,20 @@ def state_of(module: nn.Module) -> TorchState | None:
 
 def _post_forward_group(value: bool | int | None, dp_mesh: DataParallelMesh) -> dist.ProcessGroup | None:
     """The smaller group that gathers before backward when ``reshard_after_forward`` is an int."""
-    if value is None or isinstance(value, bool):
-        return None
-    world_size = dp_mesh.shard_world_size
-    if not 1 <= value <= world_size or world_size % value:
-        raise ValueError(
-            f"reshard_after_forward={value} must divide the {world_size} ranks of mesh dim {dp_mesh.shard_dim_name}"
-        )
-    if value == world_size:
+    check_reshard_after_forward(value, dp_mesh)
+    if value is None or isinstance(value, bool) or value == dp_mesh.shard_world_size:
         return None
     return _subgroup(dp_mesh, value)
+
+
+def check_reshard_after_forward(value: bool | int | None, dp_mesh: DataParallelMesh) -> None:
+    """Raise ValueError for an int that is no number of ranks to reshard to."""
+    world_size = dp_mesh.shard_world_size
+    if value is not None and not isinstance(value, bool) and (not 1 <= value <= world_size or world_size % value):
+        raise ValueError(
+            f"reshard_after_forward={value} must divide the {world_size} ranks of mesh dim {dp_mesh.shard_dim_name}; "
+            "give a divisor, True or False"
+        )
 
 
 _SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()

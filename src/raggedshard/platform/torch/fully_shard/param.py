@@ -101,7 +101,7 @@ class HSDPParamV2:
         self._unsharded_param: nn.Parameter | None = None
         self._unsharded_flat: torch.Tensor | None = None
         self.unsharded_grad: torch.Tensor | None = None
-        self._init_sharded_param(param)
+        self._check_local_shape(param)
 
     # ---- layout
 
@@ -153,15 +153,19 @@ class HSDPParamV2:
 
     # ---- the sharded form
 
-    def _init_sharded_param(self, param: nn.Parameter) -> None:
+    def _check_local_shape(self, param: nn.Parameter) -> None:
+        shape = tuple(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
+        if shape != self.layout.size:
+            raise ValueError(
+                f"parameter '{self.name}' of shape {tuple(self._orig_size)}: its tensor-parallel shard has shape "
+                f"{shape}, expected {self.layout.size}; distribute it with torch's chunk rule"
+            )
+
+    def shard(self, param: nn.Parameter) -> None:
+        """Put this rank's shard of ``param`` into the modules. Nothing was changed before."""
         data = param.detach()
         if isinstance(data, DTensor):
             data = data._local_tensor
-        if tuple(data.shape) != self.layout.size:
-            raise ValueError(
-                f"parameter '{self.name}' of shape {tuple(self._orig_size)}: its tensor-parallel shard has shape "
-                f"{tuple(data.shape)}, expected {self.layout.size}; distribute it with torch's chunk rule"
-            )
         device = torch.device("cpu") if self.offload_to_cpu else self.dp_mesh.device
         if not data.is_meta:
             data = data.to(device)
