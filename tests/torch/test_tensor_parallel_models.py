@@ -30,7 +30,7 @@ def llama(tied: bool) -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=16,
         tie_word_embeddings=tied,
-        attn_implementation="eager",
+        attn_implementation="eager",  # pyright: ignore[reportCallIssue]
     )
     return LlamaForCausalLM(config)
 
