@@ -112,7 +112,7 @@ def fully_shard(
     for param, sharded in zip(slots, params, strict=True):
         sharded.shard(param)
     for param, (_, names) in slots.items():
-        _CLAIMED[id(param)] = (weakref.ref(param), names[0])
+        _CLAIMED[id(param)] = (weakref.ref(param), f"'{names[0]}' of {type(modules[0]).__name__}")
     _move_buffers(modules, dp_mesh.device)
     group = HSDPParamGroup(params, dp_mesh) if params else None
     state = TorchState(modules, group, reshard_after_forward)
@@ -183,7 +183,7 @@ def _check_ties(modules: tuple[nn.Module, ...], slots: dict[nn.Parameter, tuple[
         ref, owner = _CLAIMED.get(id(param), (None, None))
         if ref is not None and ref() is param:
             raise ValueError(
-                f"{what} is tied to '{owner}' in another unit. Tied parameters must be in one unit: leave both to a "
+                f"{what} is tied to {owner}, another unit. Tied parameters must be in one unit: leave both to a "
                 "common parent, or pass both modules in one list, fully_shard([module_a, module_b])"
             )
         if isinstance(param, ShardedDTensor):
