@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from raggedshard.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from raggedshard.platform.torch import checkpoint
 from raggedshard.platform.torch.fully_shard.api import fully_shard
 from raggedshard.platform.torch.fully_shard.module import FSDPModule, UnshardHandle
 from raggedshard.platform.torch.placements import RaggedShard, RaggedStridedShard
@@ -25,6 +26,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "UnshardHandle",
+    "checkpoint",
     "fully_shard",
     "init_device_mesh",
 ]
