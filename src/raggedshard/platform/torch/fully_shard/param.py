@@ -16,6 +16,7 @@ from raggedshard.fully_shard.layout import ShardLayout
 from raggedshard.fully_shard.policies import CPUOffloadPolicy
 from raggedshard.fully_shard.sharding import ParamPlan, PlacementTypes, plan_parameter
 from raggedshard.placements import check_placements, shape_of
+from raggedshard.platform.torch.autograd import redistribute_sharded
 from raggedshard.platform.torch.dtensor import wrap_local
 from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh
 from raggedshard.platform.torch.placements import RaggedShard, RaggedStridedShard
@@ -273,8 +274,24 @@ class HSDPParamV2:
         # Of a detached alias: writing padding is no change of the values, which would be one on some ranks only.
         return [self._sharded_param_data.data[start:]] if start < self.layout.padded_numel else []
 
-    def shard_full(self, value: torch.Tensor) -> DTensor:
-        """This rank's shard of a full value of the logical shape, without communication."""
+    def shard_value(self, value: torch.Tensor) -> DTensor:
+        """A value of the logical shape with the parameter's placements.
+
+        Args:
+            value: a full tensor, which is cut without communication, or a DTensor of any placements.
+
+        Raises:
+            ValueError: a DTensor on another mesh.
+        """
+        if isinstance(value, DTensor):
+            if value.device_mesh != self._spmd_mesh:
+                raise ValueError(
+                    f"parameter '{self.name}' of shape {tuple(self._orig_size)}: its new value is on "
+                    f"{value.device_mesh}, the parameter on {self._spmd_mesh}; load a full tensor or one on this mesh"
+                )
+            if value.placements == self._spmd_placements:
+                return value
+            return redistribute_sharded(value, None, self._spmd_placements)
         if self._tp_spec is not None:
             tp = distribute_tensor(value, self._tp_spec.mesh, self._tp_spec.placements, src_data_rank=None)
             value = tp._local_tensor

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from raggedshard.fully_shard.state import HSDPState
 
@@ -31,8 +30,8 @@ def attach_state_dict_hooks(modules: Sequence[nn.Module], state: HSDPState) -> N
                 path = paths[slot.module]
                 key = f"{prefix}{path}.{slot.name}" if path else f"{prefix}{slot.name}"
                 value: Any = state_dict.get(key)
-                if _is_full(value) and value.shape == p.sharded_param.shape:
-                    state_dict[key] = p.shard_full(value)
+                if isinstance(value, torch.Tensor) and value.shape == p.sharded_param.shape:
+                    state_dict[key] = p.shard_value(value)
 
     def after_load(module: nn.Module, _: Any) -> None:
         group.reset_sharded_params()
@@ -41,7 +40,3 @@ def attach_state_dict_hooks(modules: Sequence[nn.Module], state: HSDPState) -> N
         module.register_state_dict_pre_hook(before_save)
         module.register_load_state_dict_pre_hook(before_load)
         module.register_load_state_dict_post_hook(after_load)
-
-
-def _is_full(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
