@@ -61,14 +61,16 @@ def divisors(draw: st.DrawFn, number: int) -> int:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, like: Layout | None = None) -> Layout:
+def layouts(draw: st.DrawFn, like: Layout | None = None, mesh_shape: tuple[int, ...] | None = None) -> Layout:
     """Layouts that fit: every mix of placements, several mesh dims on one tensor dim, nested and strided cuts.
 
     Args:
         like: a layout whose shape and mesh the drawn one has.
+        mesh_shape: the mesh; any of 1 to 3 dims by default.
     """
     # sampled_from, because integers() prefers 0 and 1 and most tensors would be empty
-    mesh_shape = tuple(draw(st.sampled_from([1, 2, 3, 4])) for _ in range(draw(st.sampled_from([1, 2, 3]))))
+    if mesh_shape is None:
+        mesh_shape = tuple(draw(st.sampled_from([1, 2, 3, 4])) for _ in range(draw(st.sampled_from([1, 2, 3]))))
     shape = tuple(draw(st.sampled_from([*range(1, 18), 0])) for _ in range(draw(st.sampled_from([1, 2, 3, 0]))))
     if like is not None:
         shape, mesh_shape = like.shape, like.mesh_shape

@@ -57,10 +57,15 @@ def full(tensor: Any) -> torch.Tensor:
 def assert_same(tensor: Any, expected: torch.Tensor, what: Any = "", exact: bool = True) -> None:
     """Values, shape and dtype of a DTensor or plain tensor are those of a plain one."""
     assert tensor.shape == expected.shape, (what, tensor.shape, expected.shape)
-    tolerance = {"rtol": 0, "atol": 0} if exact else {}
+    tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
     torch.testing.assert_close(
         full(tensor).detach(), expected.detach(), equal_nan=True, msg=lambda m: f"{what}: {m}", **tolerance
     )
+
+
+def parameter(tensor: torch.Tensor, requires_grad: bool = True) -> Any:
+    """``torch.nn.Parameter``, whose declared type hides the class of what it is made from."""
+    return torch.nn.Parameter(tensor, requires_grad)
 
 
 def assert_layout(tensor: Any, like: ShardedDTensor, what: Any = "") -> None:

@@ -233,7 +233,7 @@ def refuse(rank: int, world_size: int) -> None:
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             operation()
     with pytest.raises(RuntimeError, match="two meshes"):
-        a + shard(y, other_mesh)
+        torch.add(a, shard(y, other_mesh))
     with pytest.raises(RuntimeError, match="two meshes"):
         torch.equal(a, shard(x, other_mesh))
     with pytest.raises(NotImplementedError, match="cannot change its storage"):
@@ -241,7 +241,7 @@ def refuse(rank: int, world_size: int) -> None:
     view = a.t()
     a.add_(1)
     with pytest.raises(RuntimeError, match="take the view again"):
-        view + 1
+        torch.add(view, 1)
     assert_same(a, x + 1)
 
 
@@ -319,7 +319,8 @@ def on_meta(rank: int, world_size: int) -> None:
     placements = by_rows(7, mesh)
     rows = (3, 3, 1)[rank]
     a = wrap_local(torch.empty(rows, 4, device="meta"), mesh, placements, (7, 4), (4, 1))
-    for result in (a + a, torch.empty_like(a), a.bfloat16(), a.detach(), a.normal_(), torch.rand_like(a)):
+    results: Any = (a + a, torch.empty_like(a), a.bfloat16(), a.detach(), a.normal_(), torch.rand_like(a))
+    for result in results:
         assert_layout(result, a)
         assert result.is_meta and result._local_tensor.shape == (rows, 4)
     filled = torch.zeros_like(a, device="cpu")
@@ -391,7 +392,7 @@ def test_replicas_and_a_second_sharded_dim() -> None:
 def torch_only(rank: int, world_size: int) -> None:
     mesh = line(world_size)
     x = torch.randn(8, 4)
-    a = even(x, mesh)
+    a: Any = even(x, mesh)
     product = a @ replicate(torch.ones(4, 2), mesh)
     assert type(product) is ShardedDTensor and product.placements == (Shard(0),)
     assert_same(product, x @ torch.ones(4, 2), exact=False)

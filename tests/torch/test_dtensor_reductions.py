@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness import run_distributed, world_sizes
 from raggedshard.platform.torch.placements import RaggedShard
-from sharded import ROWS, assert_same, by_rows, even, grid, line, replicate, shard
+from sharded import ROWS, assert_same, by_rows, even, grid, line, parameter, replicate, shard
 
 ORDERS = (0, 0.5, 1, 2, 3, math.inf, -math.inf, -1)
 
@@ -158,13 +158,13 @@ class _Parameters:
         one, two = line(world_size), grid(1, world_size)
         generator = torch.Generator().manual_seed(5)
         fulls = [torch.randn(rows, 3, generator=generator) * scale for rows in (7, 1, 2, 10, 4, 3)]
-        self.plain = [torch.nn.Parameter(f) for f in fulls]
+        self.plain: list[Any] = [parameter(f) for f in fulls]
         a, b, c, d, e, f = fulls
         tensors = [shard(a, one), shard(b, one), shard(c, two), shard(d, one), even(e, two), f.clone()]
-        self.sharded = [torch.nn.Parameter(t) for t in tensors]
+        self.sharded: list[Any] = [parameter(t) for t in tensors]
         for parameters in (self.plain, self.sharded):
-            for parameter in parameters:
-                parameter.grad = (parameter.detach() * 3).clone()
+            for leaf in parameters:
+                leaf.grad = (leaf.detach() * 3).clone()
 
 
 def clip(rank: int, world_size: int) -> None:
@@ -195,12 +195,12 @@ def clip_nonfinite(rank: int, world_size: int, bad: float) -> None:
     mesh = line(world_size)
     for p in (1.0, 2.0, math.inf):
         for foreach in (True, False):
-            parameter = torch.nn.Parameter(shard(torch.ones(7, 2), mesh))
+            leaf = parameter(shard(torch.ones(7, 2), mesh))
             grad = torch.ones(7, 2)
             grad[0, 0] = bad  # on rank 0 alone
-            parameter.grad = shard(grad, mesh)
+            leaf.grad = shard(grad, mesh)
             with pytest.raises(RuntimeError, match="non-finite"):
-                torch.nn.utils.clip_grad_norm_([parameter], 1.0, p, error_if_nonfinite=True, foreach=foreach)
+                torch.nn.utils.clip_grad_norm_([leaf], 1.0, p, error_if_nonfinite=True, foreach=foreach)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -210,7 +210,7 @@ def test_a_value_that_is_not_finite_is_seen_by_every_rank(bad: float) -> None:
 
 def count_gathers(rank: int, world_size: int) -> int:
     mesh = line(world_size)
-    grads = [shard(torch.ones(rows, 2), mesh) for rows in range(1, 40)]
+    grads: list[Any] = [shard(torch.ones(rows, 2), mesh) for rows in range(1, 40)]
     calls = []
     from raggedshard.platform.torch import collectives
 
@@ -231,18 +231,18 @@ def test_norms_of_many_tensors_cost_one_collective() -> None:
 def scale(rank: int, world_size: int, bad_rank: int | None) -> list[Any]:
     mesh = line(world_size)
     start = torch.arange(14.0).view(7, 2)
-    parameter = torch.nn.Parameter(shard(start, mesh))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    leaf = parameter(shard(start, mesh))
+    optimizer = torch.optim.SGD([leaf], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     scaler.scale(torch.ones(()))  # makes the scaler's own tensors
-    parameter.grad = shard(torch.full((7, 2), 16.0), mesh)
+    leaf.grad = shard(torch.full((7, 2), 16.0), mesh)
     if rank == bad_rank:
-        parameter.grad._local_tensor[0, 0] = math.inf
+        leaf.grad._local_tensor[0, 0] = math.inf
     scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_([parameter], 1e9)
+    norm = torch.nn.utils.clip_grad_norm_([leaf], 1e9)
     scaler.step(optimizer)
     scaler.update()
-    return [torch.equal(parameter.full_tensor(), start - 2), torch.equal(parameter.full_tensor(), start), norm.item()]
+    return [torch.equal(leaf.full_tensor(), start - 2), torch.equal(leaf.full_tensor(), start), norm.item()]
 
 
 def test_grad_scaler_steps_when_all_is_finite() -> None:

@@ -120,7 +120,7 @@ class FromLocal(torch.autograd.Function):
             )
         ctx.placements = gradient_placements(placements)
         ctx.set_materialize_grads(False)
-        return wrap_local(local.view_as(local), mesh, placements, shape, stride)
+        return wrap_local(local.detach(), mesh, placements, shape, stride)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> Any:  # type: ignore[override]

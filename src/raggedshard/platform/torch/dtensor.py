@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -104,6 +104,14 @@ class ShardedDTensor(DTensor):
 
     # --- autograd
 
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return _requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
     def requires_grad_(self, requires_grad: bool = True) -> ShardedDTensor:
         super().requires_grad_(requires_grad)
         if requires_grad:
@@ -127,7 +135,7 @@ class ShardedDTensor(DTensor):
         memo[id(self)] = result
         if self.grad is not None:
             result.grad = copy.deepcopy(self.grad, memo)
-        result.__dict__.update(copy.deepcopy(self._user_attributes(), memo))
+        vars(result).update(copy.deepcopy(self._user_attributes(), memo))
         return result
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -160,6 +168,7 @@ class ShardedDTensor(DTensor):
         return dtensor_checkpoint.shard_at(self, index)
 
 
+_requires_grad: Any = torch.Tensor.requires_grad
 _OWN_ATTRIBUTES = frozenset({"_local_tensor", "_spec", "_layout_hook", "_gathered"})
 
 
@@ -198,7 +207,7 @@ def wrap_replicated(full: torch.Tensor, mesh: DeviceMesh) -> ShardedDTensor:
 
 
 def _wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> ShardedDTensor:
-    tensor = ShardedDTensor(local, spec, requires_grad=requires_grad)
+    tensor = cast(ShardedDTensor, ShardedDTensor(local, spec, requires_grad=requires_grad))
     if requires_grad:
         tensor._keep_gradient_layout()
     return tensor
@@ -223,7 +232,7 @@ def _rebuild(
     attributes: dict[str, Any],
 ) -> ShardedDTensor:
     tensor = wrap_local(local, mesh, placements, shape, stride, requires_grad)
-    tensor.__dict__.update(attributes)
+    vars(tensor).update(attributes)
     return tensor
 
 

@@ -3,11 +3,11 @@
 Present in torch 2.12 to 2.15. Each can go when torch exports the name it stands for.
 """
 
+import torch.optim.optimizer as _optimizer
 from torch._C import _current_graph_task_id as current_graph_task_id  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 from torch.utils._mode_utils import no_dispatch
 
