@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from checkpoints import UNITS, load, numbered, on_ranks, row_layout, row_parts, save
 from layouts import Layout, layouts, ranks
-from raggedshard.checkpoint import CheckpointError, TensorLayout, flatten_state
+from raggedshard.checkpoint import CheckpointError, TensorLayout, flatten_state, save_tensors
 from raggedshard.checkpoint.index import INDEX_NAME
 from raggedshard.checkpoint.plan import find_fault
 from raggedshard.checkpoint.shard_file import read_header
@@ -88,6 +88,21 @@ def test_replicas_share_the_writing(tmp_path):
     save(tmp_path / "c", held)
     keys = [sorted(load_file(tmp_path / "c" / f"shard-0000{n}-model-00001-of-00001.safetensors")) for n in (1, 2, 3, 4)]
     assert keys == [["a"], ["a"], ["b"], ["b"]]
+
+
+def test_slices_of_a_larger_mesh_are_replicas_that_share_the_writing(tmp_path):
+    """On (dp 2, tp 2), tensors on dp only: ranks 0 and 2 see the mesh (0, 2), ranks 1 and 3 see (1, 3)."""
+    parts = [part for part in row_parts((2, 1), 2) for _ in range(2)]
+
+    def one(ranks):
+        placements = (RaggedShard((0,), (2, 1)),)
+        own = (0, 2) if ranks.rank % 2 == 0 else (1, 3)
+        layouts = [TensorLayout(key, "F32", (3, 2), (2,), own, placements) for key in "ab"]
+        save_tensors(tmp_path / "c", layouts, {}, lambda *_: parts[ranks.rank].reshape(-1), ranks)
+
+    assert on_ranks(4, one) == [None] * 4
+    keys = [sorted(load_file(tmp_path / "c" / f"shard-0000{n}-model-00001-of-00001.safetensors")) for n in (1, 2, 3, 4)]
+    assert keys == [["a"], ["b"], ["a"], ["b"]]
 
 
 def test_the_index_names_every_chunk(tmp_path):
@@ -271,8 +286,6 @@ def test_a_state_that_differs_from_the_checkpoint_is_refused(tmp_path):
 
 
 def test_ranks_that_hold_different_states_do_not_save(tmp_path):
-    from raggedshard.checkpoint import save_tensors
-
     def one(ranks):
         save_tensors(tmp_path / "c", [row_layout("w" if ranks.rank != 2 else "v")], {}, lambda *_: b"", ranks)
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def save_tensors(
 
     Args:
         path: a directory on storage that all ranks share; replaced as a whole if it is a checkpoint already.
-        layouts: every tensor of the state, alike on all ranks.
+        layouts: every tensor of the state, alike on all ranks but for the ranks of its mesh.
         values: the state's values by key; rank 0's are saved.
         data_of: the bytes of a piece that this rank holds, row-major, in host memory.
         ranks: all of them.
@@ -45,6 +46,7 @@ def save_tensors(
     path = path.absolute()
     encoded = agree(ranks, lambda: {key: encode_value(key, value) for key, value in values.items()})
     _check_same_state(layouts, values, ranks)
+    layouts = _common_layouts(layouts, ranks)
     temporary = path.parent / on_first_rank(ranks, lambda: directory.start(path))
     try:
         agree(ranks, lambda: _write_own_files(temporary, layouts, data_of, ranks.rank))
@@ -82,8 +84,11 @@ def _chunks(pieces: Sequence[tuple[TensorLayout, Piece]]) -> list[Chunk]:
 
 
 def _check_same_state(layouts: Sequence[TensorLayout], values: Mapping[str, Any], ranks: Ranks) -> None:
-    """Files are planned by arithmetic on each rank, so all must see the same tensors, in the same order."""
-    listing = [repr(layout) for layout in layouts] + [f"value '{key}'" for key in values]
+    """Files are planned by arithmetic on each rank, so all must see the same tensors, in the same order.
+
+    Which ranks a mesh has may differ: a tensor on one dim of a larger mesh is on another slice of it on each rank.
+    """
+    listing = [repr(replace(layout, mesh_ranks=())) for layout in layouts] + [f"value '{key}'" for key in values]
     digests = ranks.exchange(hashlib.sha256("\n".join(listing).encode()).digest())
     if len(set(digests)) == 1:
         return
@@ -93,3 +98,19 @@ def _check_same_state(layouts: Sequence[TensorLayout], values: Mapping[str, Any]
     padded = [entries + ["nothing"] * (longest - len(entries)) for entries in (listings[0], listings[other])]
     first, second = next((a, b) for a, b in zip(*padded, strict=True) if a != b)
     raise CheckpointError(f"the ranks' states differ: rank 0 has {first}, rank {other} has {second}")
+
+
+def _common_layouts(layouts: Sequence[TensorLayout], ranks: Ranks) -> list[TensorLayout]:
+    """The layouts with meshes that are equal on all ranks: slices of a larger mesh are replicas, one of them writes.
+
+    (dp 2, tp 2), a tensor on dp only: ranks 0 and 2 hold it together, and 1 and 3 once more. Tensor number 0 is
+    written by the slice (0, 2), number 1 by (1, 3).
+    """
+    meshes = list(dict.fromkeys(layout.mesh_ranks for layout in layouts))
+    message = [meshes, [meshes.index(layout.mesh_ranks) for layout in layouts]]
+    seen = [json.loads(theirs) for theirs in ranks.exchange(json.dumps(message).encode())]
+    common = []
+    for number, layout in enumerate(layouts):
+        slices = sorted({tuple(their_meshes[mesh_of[number]]) for their_meshes, mesh_of in seen})
+        common.append(replace(layout, mesh_ranks=slices[number % len(slices)]))
+    return common
