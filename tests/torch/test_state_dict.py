@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Replicate as TorchReplicate
+from units import all_params, local_of, padding
 
 from harness import run_distributed, world_sizes
-from raggedshard.platform.torch.fully_shard.module import state_of
-from raggedshard.platform.torch.fully_shard.param import HSDPParamV2
 from raggedshard.torch import FSDPModule, fully_shard
 from training import (
     OddMLP,
@@ -38,22 +37,15 @@ def sharded_odd_mlp(world_size: int, seed: int = 0, replicas: int = 1, **options
     return shard_odd_mlp(odd_mlp(seed), mesh=mesh_of(world_size, replicas), **options)
 
 
-def params_of(model: nn.Module) -> list[HSDPParamV2]:
-    """What the units hold for each of the model's parameters."""
-    states = [state for state in map(state_of, model.modules()) if state is not None]
-    return [p for state in states if state.group is not None for p in state.group.params]
-
-
 def assert_storage_holds(model: nn.Module) -> None:
     """The communication storage starts with the shard that the optimizer holds, and ends with zeros."""
-    for p in params_of(model):
-        local: Any = p.sharded_param
-        local = local.to_local().detach()
+    for p in all_params(model):
+        local = local_of(p)
         data = p._sharded_param_data
         assert data.dtype == local.dtype and data.numel() == p.padded_sharded_param_size.numel()
         assert data.data_ptr() == local.data_ptr() or not local.numel()
         assert torch.equal(data[: local.numel()], local.reshape(-1)), p.name
-        assert not data[local.numel() :].any(), p.name
+        assert not padding(p).any(), p.name
 
 
 # ---- saving
@@ -272,7 +264,7 @@ def cast(rank, world_size, cast_sharded, moment):
         for name, param in model.named_parameters():
             reference.get_parameter(name).copy_(full(param))
     pair.train(on_own_rows, steps=3)
-    assert {p._sharded_param_data.dtype for p in params_of(model)} == {torch.float64}
+    assert {p._sharded_param_data.dtype for p in all_params(model)} == {torch.float64}
     assert_storage_holds(model)
 
 
