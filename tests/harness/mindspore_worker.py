@@ -12,6 +12,7 @@ from raggedshard.platform.mindspore.private import executor
 def prepare() -> None:
     ms.set_device("CPU")
     ms.runtime.dispatch_threads_num(1)
+    ms.set_context(runtime_num_threads=1)
 
 
 def start_process_group(job: Job) -> None:

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 
+from raggedshard.platform.mindspore import private
 from raggedshard.platform.mindspore.collectives import Group, get_rank, get_world_size, group_of, init_process_group
 
 __all__ = ["DeviceMesh", "init_device_mesh"]
@@ -28,9 +28,10 @@ def init_device_mesh(
         ValueError: any of these does not hold.
     """
     init_process_group()
-    target = {"CPU": "cpu", "Ascend": "npu"}.get(ms.get_context("device_target"))
-    if device_type != target:
-        raise ValueError(f"init_device_mesh: device_type {device_type!r}, but MindSpore runs on {target!r}")
+    if device_type != private.device_type():
+        raise ValueError(
+            f"init_device_mesh: device_type {device_type!r}, but MindSpore runs on {private.device_type()!r}"
+        )
     if int(np.prod(mesh_shape)) != get_world_size():
         raise ValueError(f"init_device_mesh: shape {tuple(mesh_shape)} does not hold {get_world_size()} processes")
     ranks = np.arange(get_world_size()).reshape(tuple(mesh_shape))

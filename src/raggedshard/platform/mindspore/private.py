@@ -11,9 +11,10 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, nn
 from mindspore._c_expression import _DisableMsDispatchMode as DisableDispatch
 from mindspore._c_expression import run_backward as _run_backward
+from mindspore.common.recompute import _RecomputeCell
 from mindspore.communication.management import _init_with_store as init_with_store
 from mindspore.graph.api import _no_grad as no_grad
 from mindspore.graph.api import _pynative_executor as executor
@@ -21,7 +22,9 @@ from mindspore.graph.api import _pynative_executor as executor
 __all__ = [
     "DisableDispatch",
     "Function",
+    "accumulates_in_leaves",
     "alias",
+    "device_type",
     "executor",
     "front_alias",
     "grad_of",
@@ -31,10 +34,12 @@ __all__ = [
     "itemsize",
     "no_grad",
     "queue_final_callback",
+    "recomputes_reentrantly",
     "resize_storage",
     "run_backward",
     "set_grad",
     "subclass",
+    "swap_memory",
 ]
 
 Function = ms._Function
@@ -56,9 +61,22 @@ def queue_final_callback(callback: Callable[[], None]) -> None:
     executor.queue_backward_final_callback(callback)
 
 
+_leaf_backwards = 0
+
+
 def run_backward(tensor: Tensor, gradient: Tensor | None, retain_graph: bool, create_graph: bool) -> None:
     """Accumulate gradients into the leaves that ``tensor`` was computed from."""
-    _run_backward((tensor,), None if gradient is None else (gradient,), retain_graph, create_graph, ())
+    global _leaf_backwards
+    _leaf_backwards += 1
+    try:
+        _run_backward((tensor,), None if gradient is None else (gradient,), retain_graph, create_graph, ())
+    finally:
+        _leaf_backwards -= 1
+
+
+def accumulates_in_leaves() -> bool:
+    """Whether the backward under way is `run_backward`; ``value_and_grad`` returns its gradients instead."""
+    return _leaf_backwards > 0
 
 
 def grad_of(leaf: Tensor) -> Tensor | None:
@@ -104,3 +122,18 @@ def itemsize(dtype: Any) -> int:
 def resize_storage(tensor: Tensor, numel: int) -> None:
     """Free (``numel`` 0) or allocate the memory behind a tensor. Its contents are undefined afterwards."""
     tensor.untyped_storage().resize_(numel * tensor.itemsize)
+
+
+def recomputes_reentrantly(cell: nn.Cell) -> bool:
+    """Whether ``cell.recompute()`` was called with its default ``use_reentrant=True``."""
+    return isinstance(cell._recompute_cell, _RecomputeCell)
+
+
+def device_type() -> str:
+    """``"cpu"`` or ``"npu"``, what MindSpore runs on."""
+    return {"CPU": "cpu", "Ascend": "npu"}[ms.get_context("device_target")]
+
+
+def swap_memory(tensor: Tensor, source: Tensor) -> None:
+    """Let ``tensor`` be the memory, shape and dtype of ``source``."""
+    Tensor.data.__set__(tensor, source)

@@ -1,0 +1,271 @@
+"""One sharded parameter: its actual shard, its padded storage and its unsharded form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, ops
+
+from raggedshard.fully_shard.data_parallel import DataParallelRoles, plan_on_mesh
+from raggedshard.fully_shard.sharding import PlacementTypes
+from raggedshard.fully_shard.units import Slot
+from raggedshard.placements import RaggedShard, RaggedStridedShard, Replicate, Shard, StridedShard
+from raggedshard.platform.mindspore.device_mesh import DeviceMesh
+from raggedshard.platform.mindspore.dtensor import DTensor, DTensorSpec, local_of, wrap_local
+from raggedshard.platform.mindspore.fully_shard.storage import ShardStorage
+from raggedshard.platform.mindspore.private import alias, resize_storage, swap_memory
+from raggedshard.platform.mindspore.redistribute import to_host
+
+__all__ = ["HSDPParamV2"]
+
+PLACEMENT_TYPES = PlacementTypes(Shard, StridedShard, RaggedShard, RaggedStridedShard)
+
+
+class HSDPParamV2:
+    """A parameter of a unit, between its sharded and its unsharded form.
+
+    Attributes:
+        sharded_param: what the optimizer holds, for good: a DTensor Parameter of the logical shape.
+        sharded_size: shape of this rank's actual shard.
+        padded_sharded_param_size: shape of what a collective carries for each rank.
+        _sharded_param_data: 1-D, ``padded_sharded_param_size`` elements. For an even parameter it is
+            ``sharded_param`` flattened; otherwise a zero-filled storage of which the actual shard is the front.
+        unsharded_param: what the cell computes with; its storage is empty while the unit is sharded.
+        unsharded_grad: gradients of the unsharded parameter that wait for their reduction.
+
+    Raises:
+        NotImplementedError, ValueError: as `fully_shard`.
+    """
+
+    is_meta = False
+
+    def __init__(
+        self,
+        param: Parameter,
+        slots: list[Slot],
+        roles: DataParallelRoles,
+        shard_placement_fn: Callable[[Parameter], Any] | None,
+        param_dtype: Any,
+        reduce_dtype: Any,
+    ) -> None:
+        self.name = slots[0].full_name
+        self.slots = slots
+        self.roles = roles
+        self._policy_dtypes = (param_dtype, reduce_dtype)
+        self._tp_spec: DTensorSpec | None = param._layout if isinstance(param, DTensor) else None
+        placed = plan_on_mesh(
+            self.name,
+            tuple(param.shape),
+            roles,
+            shard_placement_fn(param) if shard_placement_fn is not None else None,
+            PLACEMENT_TYPES,
+            Replicate(),
+            tp_mesh=self._tp_spec.mesh if self._tp_spec else None,
+            tp_placements=self._tp_spec.placements if self._tp_spec else (),
+            concatenate=DeviceMesh.concatenate,
+        )
+        self.layout = placed.plan.layout
+        self._spmd_placements = placed.placements
+        self._spec = DTensorSpec(placed.mesh, placed.placements, tuple(param.shape))
+        self.unsharded_grad: Tensor | None = None
+        self._sharded_grad: DTensor | None = None
+        self._unsharded: Tensor | None = None
+        self._init_sharded_param(param)
+
+    @property
+    def sharded_size(self) -> tuple[int, ...]:
+        return self.layout.sharded_size(self.roles.shard_rank)
+
+    @property
+    def padded_sharded_param_size(self) -> tuple[int, ...]:
+        return self.layout.padded_sharded_param_size
+
+    # ---- the sharded form
+
+    def _init_sharded_param(self, param: Parameter) -> None:
+        values = to_host(local_of(param) if isinstance(param, DTensor) else self._materialised(param))
+        if values.shape != self.layout.size:
+            raise ValueError(
+                f"parameter '{self.name}' of shape {self._spec.shape}: its tensor-parallel shard has shape "
+                f"{values.shape}, expected {self.layout.size}; distribute it with distribute_tensor"
+            )
+        self._storage = ShardStorage(self._slice(values), self.layout, param.dtype)
+        self.sharded_param: Any = Parameter(
+            wrap_local(self._storage.local, self._spec), name=param.name, requires_grad=param.requires_grad
+        )
+        self.sharded_param.is_unit_shard = True
+        for slot in self.slots:
+            slot.module._params[slot.name] = self.sharded_param
+        self._init_dtypes()
+
+    def _materialised(self, param: Parameter) -> Tensor:
+        """The values of a parameter, drawn now if its initialisation was deferred; only the shard is kept of them."""
+        if param.has_init:
+            recipe = Tensor(shape=param.shape, dtype=param.dtype, init=param.init)
+            return recipe.init_data()
+        if param.is_meta:
+            raise ValueError(
+                f"parameter '{self.name}' of shape {self._spec.shape} is on the meta device and has no initializer; "
+                "give it one, e.g. Parameter(initializer('normal', shape))"
+            )
+        return param
+
+    def _slice(self, values: np.ndarray) -> np.ndarray:
+        """This rank's actual shard of the logical array."""
+        run = self.layout.run(self.roles.shard_rank)
+        if self.layout.lead > 1:
+            values = values.reshape(-1, *values.shape[self.layout.lead :])
+        return values[(slice(None),) * self.layout.dim + (slice(run.start, run.stop),)]
+
+    def _init_dtypes(self) -> None:
+        param_dtype, reduce_dtype = self._policy_dtypes
+        self.orig_dtype = self.sharded_param.dtype
+        is_float = self.orig_dtype in ms.common.dtype.float_type
+        self.param_dtype = param_dtype if param_dtype is not None and is_float else self.orig_dtype
+        self.reduce_dtype = reduce_dtype if reduce_dtype is not None and is_float else self.param_dtype
+
+    def reset_sharded_param(self) -> None:
+        """Restore the storage behind the actual shard after a method of a cell replaced it.
+
+        Called at the first forward and before every all-gather. The Parameter object stays the one that optimizers
+        hold; its padding is zero afterwards.
+
+        Raises:
+            ValueError: the parameter or its local shard was replaced by one of another kind or shape.
+        """
+        for slot in self.slots:
+            if slot.module._params[slot.name] is not self.sharded_param:
+                self._adopt(slot.module._params[slot.name])
+        if not self._storage.holds(self.sharded_param):
+            local = local_of(self.sharded_param)
+            if tuple(local.shape) != self.sharded_size:
+                raise ValueError(
+                    f"parameter '{self.name}' of shape {self._spec.shape}: its local shard became "
+                    f"{tuple(local.shape)}, expected {self.sharded_size} for placements {self._spmd_placements}"
+                )
+            self._storage = ShardStorage(to_host(local), self.layout, local.dtype)
+            swap_memory(self.sharded_param, self._storage.local)
+            self._init_dtypes()
+            self._unsharded = None
+        self._storage.zero_padding()
+
+    def _adopt(self, other: Any) -> None:
+        """A cell got another Parameter in the place of ours: keep ours, take its values."""
+        self.sharded_param.set_data(other)
+        for slot in self.slots:
+            slot.module._params[slot.name] = self.sharded_param
+
+    @property
+    def _sharded_param_data(self) -> Tensor:
+        return self._storage.flat
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """What this rank gives to the all-gather: 1-D, equally many elements on every rank."""
+        return [self._sharded_param_data]
+
+    # ---- the unsharded form
+
+    @property
+    def unsharded_param(self) -> Tensor:
+        assert self._unsharded is not None, f"{self.name} was never gathered"
+        return self._unsharded
+
+    def fill_unsharded(self, chunks: list[Tensor]) -> None:
+        """Give the unsharded parameter its memory and its values.
+
+        Args:
+            chunks: each rank's padded shard, 1-D; padding is not read.
+        """
+        unsharded = self._unsharded
+        if unsharded is None:
+            unsharded = self._unsharded = mint.empty(self.layout.size, dtype=self.param_dtype)
+        else:
+            resize_storage(unsharded, self.layout.numel)
+        if not self.layout.numel:
+            return
+        if self.layout.dim == 0:
+            lengths = [length * self.layout.row_numel for length in self.layout.lengths]
+            held = [chunk[:length] for chunk, length in zip(chunks, lengths, strict=True) if length]
+            whole = ops.cat(held).reshape(self.layout.size)
+        else:
+            shards = [chunk.reshape(self.padded_sharded_param_size) for chunk in chunks]
+            whole = ops.cat(shards, axis=self.layout.dim)
+        unsharded.copy_(whole)
+
+    def free_unsharded(self) -> None:
+        if self._unsharded is not None:
+            resize_storage(self._unsharded, 0)
+
+    def new_unsharded_alias(self) -> Any:
+        """A new leaf on the unsharded parameter's memory; a DTensor where tensor parallelism cut the parameter."""
+        leaf = alias(self.unsharded_param)
+        return wrap_local(leaf, self._tp_spec) if self._tp_spec is not None else leaf
+
+    def to_unsharded(self, tensor: Any) -> None:
+        """Let the cells compute with ``tensor``. Their ``parameters_and_names`` go on listing the sharded one."""
+        for slot in self.slots:
+            slot.module.__dict__[slot.name] = tensor
+
+    def to_sharded(self) -> None:
+        for slot in self.slots:
+            slot.module.__dict__.pop(slot.name, None)
+
+    # ---- gradients
+
+    def add_unsharded_grad(self, grad: Any, accumulate_dtype: Any) -> None:
+        """Add a gradient of the unsharded parameter to those that wait for their reduction.
+
+        Args:
+            accumulate_dtype: the dtype to keep it in, or ``None`` for the gradient's own.
+        """
+        if isinstance(grad, DTensor):
+            assert self._tp_spec is not None
+            grad = local_of(grad.redistribute(self._tp_spec.placements))
+        if accumulate_dtype is not None:
+            grad = grad.astype(accumulate_dtype)
+        self.unsharded_grad = grad if self.unsharded_grad is None else self.unsharded_grad + grad
+
+    def gradient_pieces(self) -> list[list[Tensor]]:
+        """The waiting gradient as each rank's padded chunk, in pieces of 1-D tensors; padding is zeros.
+
+        Without a gradient all is zeros.
+        """
+        layout, grad = self.layout, self.unsharded_grad
+        if grad is None:
+            zeros = mint.zeros((layout.padded_numel,), dtype=self.reduce_dtype)
+            return [[zeros] for _ in layout.lengths]
+        if grad.dtype != self.reduce_dtype:
+            grad = grad.astype(self.reduce_dtype)
+        if layout.dim != 0:
+            return [[part.reshape((-1,))] for part in mint.split(grad, layout.dim_shard_size, layout.dim)]
+        flat = grad.reshape((-1,))
+        pieces: list[list[Tensor]] = []
+        for rank in range(layout.world_size):
+            run = layout.run(rank)
+            start, stop = run.start * layout.row_numel, run.stop * layout.row_numel
+            missing = layout.padded_numel - (stop - start)
+            own = [flat[start:stop]] if stop > start else []
+            pieces.append(own + ([mint.zeros((missing,), dtype=self.reduce_dtype)] if missing else []))
+        return pieces
+
+    def put_sharded_grad(self, reduced: Tensor) -> None:
+        """Keep this rank's reduced gradient, 1-D and without padding, until `take_sharded_grad`."""
+        # A new tensor of its own: optimizers and in-place copies do not see where a view begins.
+        local = reduced.astype(self.orig_dtype).reshape(self.sharded_size).copy()
+        grad = wrap_local(local, self._spec)
+        self._sharded_grad = grad if self._sharded_grad is None else self._sharded_grad + grad
+
+    def take_sharded_grad(self) -> DTensor | None:
+        grad, self._sharded_grad = self._sharded_grad, None
+        return grad
+
+    def no_grad_at_all(self) -> DTensor:
+        """What ``value_and_grad`` gives for a parameter that the loss does not depend on."""
+        return wrap_local(mint.zeros(self.sharded_size, dtype=self.orig_dtype), self._spec)
+
+    def drop_grads(self) -> None:
+        self.unsharded_grad = self._sharded_grad = None
