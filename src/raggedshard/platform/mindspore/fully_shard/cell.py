@@ -120,3 +120,13 @@ class FSDPModule(FSDPMethods):
     def _fsdp_begin(self) -> None:
         state = self._fsdp_state()
         begin_forward(state, state.cells[0])
+
+    def reset_sharded_params(self) -> None:
+        """Rebuild the storage of this unit's shards after something replaced it, such as a cast; padding is zero then.
+
+        Done by itself before each gather.
+        """
+        self.reshard()
+        group = self._fsdp_state().group
+        if group is not None:
+            group.reset_sharded_params()
