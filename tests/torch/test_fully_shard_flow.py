@@ -83,6 +83,70 @@ class Choosy(nn.Module):
         return x * self.scale if scale else x
 
 
+class Recursive(nn.Module):
+    """Calls itself, and uses its weights again afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(8, 8)
+        self.outward = nn.Linear(8, 7)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        if depth:
+            x = x + self(torch.tanh(self.inward(x)), depth - 1).sum(1, keepdim=True)
+        return self.outward(x)
+
+
+class InPlace(nn.Module):
+    """Writes to the outputs of its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 7)
+        self.second = nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x += 1
+        x.tanh_()
+        x = self.second(x)
+        return x.mul_(2).sigmoid_()
+
+
+class Bootstrap(nn.Module):
+    """Uses ``value`` with and without gradients in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 7)
+        self.value = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(x))
+        value = self.value(hidden)
+        with torch.no_grad():
+            target = self.value(torch.tanh(self.body(x.flip(0))))
+        return value - target + self.value(hidden * 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "units"),
+    [
+        (Recursive, ()),
+        (Recursive, ("inward",)),
+        (InPlace, ("first", "second")),
+        (Bootstrap, ("body", "value")),
+    ],
+)
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_forwards_of_all_kinds(build, units, reshard):
+    run_distributed(train_kind, 4, build, units, reshard)
+
+
+def train_kind(rank, world_size, build, units, reshard):
+    pair_of(rank, world_size, build, units, reshard_after_forward=reshard).train(on_own_rows, steps=3)
+
+
 def use_several_times(rank, world_size, reshard):
     pair = pair_of(rank, world_size, Twice, ("square", "odd"), reshard_after_forward=reshard)
     pair.train(on_own_rows, steps=3)
@@ -306,13 +370,20 @@ def test_reduced_gradients_add_up():
 
 def infer_between_steps(rank, world_size, mode, reshard):
     pair = odd_mlp_pair(rank, world_size, reshard_after_forward=reshard)
+    with mode():
+        pair.sharded(rows_of(rank))
     for _ in range(2):
-        with mode():
+        loss = on_own_rows(pair.sharded, rank)
+        with mode():  # while a forward waits for its backward
             out = pair.sharded(rows_of(rank))
             expected = pair.reference(rows_of(rank))
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
         if reshard is not False:
             assert all_sharded(pair.sharded)
+        loss.backward()
+        pair.sharded.zero_grad()
+        with mode():
+            pair.sharded(rows_of(rank))
         pair.train(on_own_rows, steps=1)
         assert all_sharded(pair.sharded)
 

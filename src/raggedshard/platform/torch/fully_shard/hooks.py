@@ -72,7 +72,7 @@ class _ModuleHooks:
     """The forward hooks of a unit, which spans one module or several."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], state: HSDPState, mp_policy: Any, prepare: Callable[[nn.Module], None]
+        self, modules: Sequence[nn.Module], state: HSDPState, mp_policy: Any, prepare: Callable[[], None]
     ) -> None:
         self._modules = tuple(modules)
         self._state = state
@@ -85,7 +85,7 @@ class _ModuleHooks:
         self._uses.append(Use())
         if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
             args, kwargs = map_tensors((args, kwargs), _cast_to(self._policy.param_dtype))
-        self._prepare(module)
+        self._prepare()
         self._state.pre_forward()
         # A recomputation in backward may stop early, without a post-forward: only forwards are followed to their end.
         if not self._state.in_backward and module not in self._to_run:
@@ -120,7 +120,7 @@ class _ModuleHooks:
             map_tensors(output, partial(self._watch_output, use))
         if not self._state.in_backward:
             self._to_run.discard(module)
-            if not self._to_run:
+            if not self._to_run and not self._uses:  # a module may call itself
                 self._state.post_forward()
         return output
 
@@ -134,16 +134,14 @@ class _ModuleHooks:
         return grad
 
 
-def attach_hooks(
-    modules: Sequence[nn.Module], state: HSDPState, mp_policy: Any, prepare: Callable[[nn.Module], None]
-) -> None:
+def attach_hooks(modules: Sequence[nn.Module], state: HSDPState, mp_policy: Any, prepare: Callable[[], None]) -> None:
     """Register a unit's forward hooks.
 
     Args:
         modules: the unit's modules; parameters are unsharded before the first one runs and resharded after the last.
         state: the unit.
         mp_policy: its input and output dtypes.
-        prepare: called with the module before each of the unit's forwards, for lazy initialisation.
+        prepare: called before each of the unit's forwards, for lazy initialisation.
     """
     hooks = _ModuleHooks(modules, state, mp_policy, prepare)
     for module in modules:
