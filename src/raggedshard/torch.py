@@ -7,10 +7,11 @@ of torch's ``DTensor`` whose placements may be ragged.
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from raggedshard.fully_shard.methods import UnshardHandle
 from raggedshard.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from raggedshard.platform.torch import checkpoint
 from raggedshard.platform.torch.fully_shard.api import fully_shard
-from raggedshard.platform.torch.fully_shard.module import FSDPModule, UnshardHandle
+from raggedshard.platform.torch.fully_shard.module import FSDPModule
 from raggedshard.platform.torch.placements import RaggedShard, RaggedStridedShard
 
 __all__ = [

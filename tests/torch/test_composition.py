@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from harness import run_distributed, world_sizes
-from raggedshard.platform.torch.fully_shard import param_group
+from raggedshard.platform.torch.fully_shard import param_group, unsharding
 from raggedshard.torch import FSDPModule, fully_shard, init_device_mesh
 from training import assert_same_parameters, float_batches, mesh_of, square_loss, train_beside
 
@@ -156,7 +156,8 @@ def train_recomputed(rank, world_size, how, steps):
 def counted_collectives() -> Iterator[Counter]:
     """Counts calls of the units' collectives by name."""
     calls: Counter = Counter()
-    originals = {name: getattr(param_group, name) for name in ("all_gather_chunks", "exchange_chunks")}
+    places = {"all_gather_chunks": unsharding, "exchange_chunks": param_group}
+    originals = {name: getattr(module, name) for name, module in places.items()}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -166,8 +167,8 @@ def counted_collectives() -> Iterator[Counter]:
         return call
 
     with ExitStack() as stack:
-        for name in originals:
-            stack.enter_context(mock.patch.object(param_group, name, counting(name)))
+        for name, module in places.items():
+            stack.enter_context(mock.patch.object(module, name, counting(name)))
         yield calls
 
 

@@ -157,6 +157,7 @@ def check_post_forward_ranks(value: bool | int | None, roles: DataParallelRoles)
     world_size = roles.shard_world_size
     if not 1 <= value <= world_size or world_size % value:
         raise ValueError(
-            f"reshard_after_forward={value} must divide the {world_size} ranks of mesh dim {roles.shard_dim_name}"
+            f"reshard_after_forward={value} must divide the {world_size} ranks of mesh dim {roles.shard_dim_name}; "
+            "give a divisor, True or False"
         )
     return None if value == world_size else value

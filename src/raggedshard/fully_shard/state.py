@@ -15,6 +15,7 @@ travels with each collective turns the difference into an error.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Protocol
@@ -68,15 +69,20 @@ class RunContext:
         self.post_forward_order: list[HSDPState] = []
         self.is_last_backward = True
         self._callback_queued = False
+        self._callback: Callable[[], _FinalCallback | None] = lambda: None
         self._reducing: HSDPState | None = None
         for state in states:
             state.context = self
 
     def ensure_final_callback(self) -> None:
         """Ask the engine, once per backward, to call `finalize_backward` at its end."""
+        if self._callback_queued and self._callback() is None:
+            self.abandon()  # the backward that held the callback raised
         if not self._callback_queued:
             self._callback_queued = True
-            self.engine.queue_final_callback(self.finalize_backward)
+            callback = _FinalCallback(self)
+            self._callback = weakref.ref(callback)
+            self.engine.queue_final_callback(callback)
 
     def begin_forward(self) -> None:
         """A forward outside of backward starts: a backward that never came to its end must have raised."""
@@ -124,6 +130,16 @@ class RunContext:
             if state.group is not None and state.is_prefetched:
                 state.is_prefetched = False
                 state.group.reshard()
+
+
+class _FinalCallback:
+    """Lives as long as the backward that is to call it."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+
+    def __call__(self) -> None:
+        self._run.finalize_backward()
 
 
 class Use:

@@ -117,10 +117,10 @@ _CLAIMED: dict[int, tuple[weakref.ref[Any], str]] = {}
 """Original parameters that a unit took and their names there, by id: one that is still alive may be tied."""
 
 
-def claim(slots: Iterable[tuple[Any, list[Slot]]]) -> None:
-    """Note that a unit took these parameters."""
+def claim(modules: Sequence[Any], slots: Iterable[tuple[Any, list[Slot]]]) -> None:
+    """Note that the unit of ``modules`` took these parameters."""
     for param, places in slots:
-        _CLAIMED[id(param)] = (weakref.ref(param), places[0].full_name)
+        _CLAIMED[id(param)] = (weakref.ref(param), f"'{places[0].full_name}' of {type(modules[0]).__name__}")
 
 
 def check_ties(
@@ -141,7 +141,7 @@ def check_ties(
         ref, owner = _CLAIMED.get(id(param), (None, None))
         if ref is not None and ref() is param:
             raise ValueError(
-                f"{what} is tied to '{owner}' in another unit. Tied parameters must be in one unit: leave both to a "
+                f"{what} is tied to {owner}, another unit. Tied parameters must be in one unit: leave both to a "
                 "common parent, or pass both modules in one list, fully_shard([module_a, module_b])"
             )
         if sharded_as(param) is not None:

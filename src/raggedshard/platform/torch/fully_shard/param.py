@@ -4,62 +4,38 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from raggedshard.fully_shard.layout import ShardLayout
+from raggedshard.fully_shard.data_parallel import plan_on_mesh
 from raggedshard.fully_shard.policies import CPUOffloadPolicy
-from raggedshard.fully_shard.sharding import ParamPlan, PlacementTypes, plan_parameter
-from raggedshard.placements import check_placements, shape_of
+from raggedshard.fully_shard.sharding import PlacementTypes
+from raggedshard.fully_shard.units import Slot
 from raggedshard.platform.torch.autograd import redistribute_sharded
 from raggedshard.platform.torch.dtensor import wrap_local
-from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh
+from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh, concatenate_meshes
+from raggedshard.platform.torch.fully_shard.views import full_views
 from raggedshard.platform.torch.placements import RaggedShard, RaggedStridedShard
 
-__all__ = ["HSDPParamV2", "ParamSlot", "chunk_views", "full_views"]
+__all__ = ["HSDPParamV2"]
 
 PLACEMENT_TYPES = PlacementTypes(Shard, _StridedShard, RaggedShard, RaggedStridedShard)
 
 
-@dataclass(frozen=True)
-class ParamSlot:
-    """A place in a module that holds a parameter."""
-
-    module: nn.Module
-    name: str
-
-    def get(self) -> nn.Parameter:
-        return cast(nn.Parameter, self.module._parameters[self.name])
-
-    def set(self, param: nn.Parameter) -> None:
-        # nn.Module.__setattr__ would do the same, behind checks that cost as much as a small kernel.
-        self.module._parameters[self.name] = param
-        if self.name in self.module.__dict__:  # some modules cache a flat alias of their weights
-            self.module.__dict__[self.name] = param
+def _get(slot: Slot) -> nn.Parameter:
+    return slot.module._parameters[slot.name]
 
 
-def full_views(tensor: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
-    """Views of a logical tensor of shape ``layout.size`` (contiguous), one per segment: ``(ranks, elements)``.
-
-    For a dim other than 0 the one view is ``(ranks, *sharded size)``.
-    """
-    if layout.dim != 0:
-        parts = (layout.world_size, layout.dim_shard_size)
-        return [tensor.unflatten(layout.dim, parts).movedim(layout.dim, 0)] if layout.numel else []
-    flat = tensor.view(-1)
-    return [flat.narrow(0, s.start, s.ranks * s.numel).view(s.ranks, s.numel) for s in layout.segments]
-
-
-def chunk_views(region: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
-    """The same elements in a buffer of one padded chunk per rank: views of ``region``, ``(ranks, padded_numel)``."""
-    if layout.dim != 0:
-        return [region.unflatten(1, layout.padded_sharded_param_size)] if layout.numel else []
-    return [region[s.first_rank : s.first_rank + s.ranks, : s.numel] for s in layout.segments]
+def _set(slot: Slot, param: nn.Parameter) -> None:
+    # nn.Module.__setattr__ would do the same, behind checks that cost as much as a small kernel.
+    slot.module._parameters[slot.name] = param
+    if slot.name in slot.module.__dict__:  # some modules cache a flat alias of their weights
+        slot.module.__dict__[slot.name] = param
 
 
 class HSDPParamV2:
@@ -78,7 +54,7 @@ class HSDPParamV2:
         self,
         name: str,
         param: nn.Parameter,
-        slots: list[ParamSlot],
+        slots: list[Slot],
         dp_mesh: DataParallelMesh,
         shard_placement_fn: Callable[[nn.Parameter], Any] | None,
         param_dtype: torch.dtype | None,
@@ -95,54 +71,29 @@ class HSDPParamV2:
         self._orig_size = param.shape
         self._contiguous_stride = _contiguous_stride(param.shape)
         requested = shard_placement_fn(param) if shard_placement_fn is not None else None
-        plan = self._plan(requested)
-        self.layout = plan.layout
-        self._spmd_placements = self._placements(plan.placement)
-        check_placements(self._orig_size, self._spmd_mesh.shape, self._spmd_placements)
+        plan = plan_on_mesh(
+            name,
+            param.shape,
+            dp_mesh,
+            requested,
+            PLACEMENT_TYPES,
+            Replicate(),
+            tp_mesh=self._tp_spec.mesh if self._tp_spec is not None else None,
+            tp_placements=self._tp_spec.placements if self._tp_spec is not None else (),
+            concatenate=concatenate_meshes,
+        )
+        self.layout = plan.plan.layout
+        self._spmd_mesh: DeviceMesh = plan.mesh
+        self._spmd_placements: tuple[Placement, ...] = plan.placements
         self._unsharded_param: nn.Parameter | None = None
         self._unsharded_flat: torch.Tensor | None = None
         self.unsharded_grad: torch.Tensor | None = None
         self._check_local_shape(param)
 
-    # ---- layout
-
-    def _plan(self, requested: Any) -> ParamPlan:
-        describe = (
-            f"parameter '{self.name}' of shape {tuple(self._orig_size)} on mesh dim {self.dp_mesh.shard_dim_name} "
-            f"({self.dp_mesh.shard_world_size} ranks)"
-        )
-        world_size = self.dp_mesh.shard_world_size
-        if self._tp_spec is None:
-            self._spmd_mesh = self.dp_mesh.mesh
-            return plan_parameter(describe, self._orig_size, world_size, requested, PLACEMENT_TYPES)
-        tp_mesh = self._tp_spec.mesh
-        self._spmd_mesh = self.dp_mesh.with_tensor_parallel(self.name, tp_mesh)
-        on_rows = [d for d, placement in enumerate(self._tp_spec.placements) if placement.is_shard(0)]
-        coordinate = tp_mesh.get_coordinate()
-        assert coordinate is not None, f"rank is not part of {tp_mesh}"
-        block = 0
-        for mesh_dim in on_rows:
-            block = block * tp_mesh.size(mesh_dim) + coordinate[mesh_dim]
-        return plan_parameter(
-            describe,
-            self._orig_size,
-            world_size,
-            requested,
-            PLACEMENT_TYPES,
-            tp_parts=[tp_mesh.size(mesh_dim) for mesh_dim in on_rows],
-            tp_block=block,
-            tp_shape=self._local_tp_shape(),
-        )
-
-    def _local_tp_shape(self) -> tuple[int, ...]:
-        assert self._tp_spec is not None
-        mesh = self._tp_spec.mesh
-        return shape_of(self._orig_size, mesh.shape, self._tp_spec.placements, cast(Any, mesh.get_coordinate()))
-
-    def _placements(self, shard_placement: Placement) -> tuple[Placement, ...]:
-        replicate = (Replicate(),) if self.dp_mesh.mesh.ndim == 2 else ()
-        tp = self._tp_spec.placements if self._tp_spec is not None else ()
-        return (*replicate, shard_placement, *tp)
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has no values yet."""
+        return self.sharded_param.is_meta
 
     @property
     def sharded_size(self) -> torch.Size:
@@ -245,13 +196,13 @@ class HSDPParamV2:
 
     def restore_storage(self) -> None:
         """`reset_sharded_param` if a method of a module that is no unit itself replaced the parameter or its local."""
-        if self._local is not self._own_local or any(slot.get() is not self.sharded_param for slot in self.slots):
+        if self._local is not self._own_local or any(_get(slot) is not self.sharded_param for slot in self.slots):
             self.reset_sharded_param()
 
     def _adopt_replacement(self) -> None:
         """A module slot that got another Parameter (``load_state_dict(assign=True)``): keep ours, take its contents."""
         for slot in self.slots:
-            current = slot.get()
+            current = _get(slot)
             if current is not self.sharded_param and current is not self._unsharded_param:
                 torch.utils.swap_tensors(self.sharded_param, current)
                 self._set_slots(self.sharded_param)
@@ -376,7 +327,7 @@ class HSDPParamV2:
 
     def _set_slots(self, param: nn.Parameter) -> None:
         for slot in self.slots:
-            slot.set(param)
+            _set(slot, param)
 
     # ---- gradients
 
