@@ -74,7 +74,7 @@ def fully_shard(
         HSDPParamV2(param, places, roles, shard_placement_fn, mp_policy.param_dtype, mp_policy.reduce_dtype)
         for param, places in slots
     ]
-    claim(modules, slots)
+    claim(cells, slots)
     group = HSDPParamGroup(params, roles) if params else None
     if group is not None:
         group.accumulate_in_reduce_dtype = mp_policy.reduce_dtype is not None
