@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def parts(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {key: full(value).clone() for key, value in flat.items() if isinstance(value, torch.Tensor)}
 
 
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(actual: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(actual[key], value), key
@@ -115,9 +116,8 @@ def full_states(rank: int, world_size: int, layout: str, units: tuple[int, ...] 
     model, optimizer = trained(layout, units)
     kept = {name: full(param).detach().clone() for name, param in model.named_parameters()}
     model_state, optimizer_state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    for name, value in kept.items():
-        assert type(model_state[name]) is torch.Tensor
-        assert torch.equal(model_state[name], value), name
+    assert all(type(value) is torch.Tensor for value in model_state.values())
+    assert_equal({name: model_state[name] for name in kept}, kept)
     for name, options in FULL.items():
         other, other_optimizer = fresh(layout, units)
         given = copy.deepcopy((model_state, optimizer_state))
@@ -177,6 +177,7 @@ def test_full_states_materialise_a_model_on_meta(layout):
 
 
 def sharded_states(rank: int, world_size: int, layout: str, units: tuple[int, ...] | None, path: Path) -> None:
+    options: dict[str, Any]
     for options in ({}, {"cpu_offload": True}, {"flatten_optimizer_state_dict": True}):
         model, optimizer = trained(layout, units)
         chosen = StateDictOptions(**options)
@@ -212,7 +213,7 @@ def test_sharded_states_survive_copies_and_files(layout, units, tmp_path):
 
 def missing_and_unknown_keys(rank: int, world_size: int) -> None:
     model, _ = trained("fsdp")
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    whole: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     short = {name: value for name, value in whole.items() if name != "up.weight"}
     with pytest.raises(RuntimeError, match=r"Missing key.*up\.weight|up\.weight.*Missing"):
         set_model_state_dict(build("fsdp", 1), {**short, "x": torch.ones(2)}, options=StateDictOptions())
