@@ -235,6 +235,8 @@ def refuse(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="two meshes"):
         torch.add(a, shard(y, other_mesh))
     with pytest.raises(RuntimeError, match="two meshes"):
+        torch.cat([a, shard(y, other_mesh)])
+    with pytest.raises(RuntimeError, match="two meshes"):
         torch.equal(a, shard(x, other_mesh))
     with pytest.raises(NotImplementedError, match="cannot change its storage"):
         a.resize_(3, 3)
@@ -387,24 +389,6 @@ def on_hsdp(rank: int, world_size: int) -> None:
 
 def test_replicas_and_a_second_sharded_dim() -> None:
     run_distributed(on_hsdp, 4)
-
-
-def torch_only(rank: int, world_size: int) -> None:
-    mesh = line(world_size)
-    x = torch.randn(8, 4)
-    a: Any = even(x, mesh)
-    product = a @ replicate(torch.ones(4, 2), mesh)
-    assert type(product) is ShardedDTensor and product.placements == (Shard(0),)
-    assert_same(product, x @ torch.ones(4, 2), exact=False)
-    assert a.t().placements == (Shard(1),)
-    transposed = a.t()
-    transposed.mul_(2)
-    assert_same(a, x * 2)
-    assert full(torch.linalg.qr(a)[1]).shape == (4, 4)
-
-
-def test_without_a_ragged_placement_other_operations_are_torchs() -> None:
-    run_distributed(torch_only, 4)
 
 
 def in_inference_mode(rank: int, world_size: int) -> None:

@@ -56,7 +56,7 @@ def rule_of(func: Any) -> Rule:
         return gathered.run_inplace_view
     if gathered.is_view(func):
         return gathered.run_view
-    return gathered.run_other
+    return gathered.run_gathered
 
 
 def _note_writes(written: list[torch.Tensor]) -> None:
@@ -70,7 +70,7 @@ def _note_writes(written: list[torch.Tensor]) -> None:
 
 def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     result = elementwise.run_elementwise(func, args, kwargs)
-    return gathered.run_other(func, args, kwargs) if result is NotImplemented else result
+    return gathered.run_gathered(func, args, kwargs) if result is NotImplemented else result
 
 
 def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -37,8 +37,8 @@ class ShardedDTensor(DTensor):
       that values of several meshes can be combined; in grad mode replicated tensors of this class.
     - Random operations draw the numbers of the whole tensor and keep the rank's own: with equal seeds the values are
       those of an unsharded tensor, on any number of ranks.
-    - Without a ragged placement, other operations are those of torch's DTensor. With one, and where torch has no rule,
-      they run on the gathered tensors and their results are replicated.
+    - Other operations run on the gathered tensors, and their results are replicated; writes to a view, ``w[0]``, reach
+      the tensor.
     - The gradient of a leaf has the leaf's placements.
     - What comes out of an operation is of this class, so that the same holds for it.
     """

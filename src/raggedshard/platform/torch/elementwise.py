@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -16,6 +17,7 @@ from raggedshard.platform.torch.redistribute import full_local, redistribute_loc
 from raggedshard.platform.torch.shards import has_partial, local_of, part_of, sharding_dims
 
 __all__ = [
+    "common_mesh",
     "is_elementwise",
     "is_elementwise_name",
     "mixed_error",
@@ -112,6 +114,19 @@ def run_foreach(func: Any, args: tuple, kwargs: dict) -> Any:
     return [wrap_like(t, s) if s is not None else t for t, s in zip(out, specs, strict=True)]
 
 
+def common_mesh(func: Any, tensors: Sequence[DTensor]) -> DeviceMesh:
+    """The mesh of all tensors.
+
+    Raises:
+        RuntimeError: they lie on two.
+    """
+    mesh = tensors[0]._spec.mesh
+    for tensor in tensors[1:]:
+        if tensor._spec.mesh is not mesh and tensor._spec.mesh != mesh:
+            raise RuntimeError(f"{func}: tensors on two meshes, {mesh} and {tensor._spec.mesh}; bring them to one")
+    return mesh
+
+
 def mixed_error(func: Any, tensor: torch.Tensor) -> RuntimeError:
     return RuntimeError(
         f"{func}: got mixed torch.Tensor and DTensor (a plain tensor of shape {tuple(tensor.shape)}); convert "
@@ -138,10 +153,8 @@ def _common_layout(func: Any, operands: list[torch.Tensor], written: torch.Tenso
     ``None`` when there is none, or when it is Partial and the operation is not linear.
     """
     tensors = [t for t in operands if isinstance(t, DTensor)]
+    common_mesh(func, tensors)
     first = tensors[0]._spec
-    for other in tensors[1:]:
-        if other._spec.mesh is not first.mesh and other._spec.mesh != first.mesh:
-            raise RuntimeError(f"{func}: tensors on two meshes, {first.mesh} and {other._spec.mesh}; redistribute one")
     if written is not None:
         if not isinstance(written, DTensor):
             raise mixed_error(func, written)

@@ -9,7 +9,6 @@ Every DTensor operand is gathered, the operation runs on the full tensors on eve
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raggedshard.platform.torch.dtensor import ShardedDTensor, wrap_local, wrap_replicated
-from raggedshard.platform.torch.elementwise import mixed_error, written_arguments, written_tensors
+from raggedshard.platform.torch.elementwise import common_mesh, mixed_error, written_tensors
 from raggedshard.platform.torch.factories import alias
 from raggedshard.platform.torch.private import DTensorSpec, TensorMeta, no_dispatch
 from raggedshard.platform.torch.redistribute import full_local
-from raggedshard.platform.torch.shards import dense_stride, has_ragged, local_of, part_of, sharding_dims
+from raggedshard.platform.torch.shards import dense_stride, local_of, part_of, sharding_dims
 
-__all__ = ["RULES", "Gathered", "is_view", "run_gathered", "run_inplace_view", "run_other", "run_random", "run_view"]
+__all__ = ["RULES", "Gathered", "is_view", "run_gathered", "run_inplace_view", "run_random", "run_view"]
 
 
 @dataclass
@@ -65,22 +64,12 @@ def is_view(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def run_other(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operation of no special kind: gathered if a placement is ragged or a tensor is written, else torch's own.
-
-    torch refuses to write where its rule would change the placement of what is written.
-    """
-    flat, _ = tree_flatten((args, kwargs))
-    if written_arguments(func) or any(isinstance(a, DTensor) and has_ragged(a.placements) for a in flat):
-        return run_gathered(func, args, kwargs)
-    try:
-        return _run_torch(func, args, kwargs)
-    except NotImplementedError:  # torch has no rule; it says so before it computes
-        return run_gathered(func, args, kwargs)
-
-
 def run_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run on the full tensors."""
+    """An operation of no special kind.
+
+    torch's own placements too: its rules refuse to write what would change its placement, add up terms that were each
+    rounded to half precision (Muon's products), and leave terms of a norm that nothing else can take (Adafactor).
+    """
     return _run_full(func, args, kwargs, full_local, wrap_replicated)
 
 
@@ -103,15 +92,13 @@ def run_random(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def run_view(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A view. One that changes nothing is an alias; one that torch makes without communication is torch's."""
+    """A view; one that changes nothing is an alias."""
     tensor = args[0]
     name = func._schema.name.removeprefix("aten::")
     if not isinstance(tensor, ShardedDTensor):
-        return run_other(func, args, kwargs)
+        return run_gathered(func, args, kwargs)
     if name in _IDENTITY_AT_SAME_SHAPE and _changes_nothing(func, args, kwargs):
         return alias(tensor)
-    if name in _TRANSPOSES and not has_ragged(tensor.placements) and tensor._gathered is None:
-        return run_other(func, args, kwargs)
     full = full_local(tensor)
     source = tensor._gathered
     if source is None and full is not local_of(tensor):
@@ -138,6 +125,7 @@ def run_inplace_view(func: Any, args: tuple, kwargs: dict) -> Any:
 def _run_full(func: Any, args: tuple, kwargs: dict, full_of: Any, wrap: Any) -> Any:
     """Run on full tensors, write back, and wrap what is new by ``wrap(full, mesh)``."""
     flat, structure = tree_flatten((args, kwargs))
+    mesh = common_mesh(func, [value for value in flat if isinstance(value, DTensor)])
     full = [_full_operand(func, value, full_of) for value in flat]
     full_args, full_kwargs = tree_unflatten(full, structure)
     out = func(*full_args, **full_kwargs)
@@ -145,15 +133,7 @@ def _run_full(func: Any, args: tuple, kwargs: dict, full_of: Any, wrap: Any) -> 
     for value, operand in zip(flat, full, strict=True):
         if isinstance(value, DTensor) and any(value is tensor for tensor in written):
             _write_part(operand, value)
-    mesh = next(value.device_mesh for value in flat if isinstance(value, DTensor))
     return _rewrap(out, flat, full, lambda t: wrap(t, mesh))
-
-
-def _run_torch(func: Any, args: tuple, kwargs: dict) -> Any:
-    flat, structure = tree_flatten((args, kwargs))
-    plain = [_as_plain(value) if isinstance(value, ShardedDTensor) else value for value in flat]
-    plain_args, plain_kwargs = tree_unflatten(plain, structure)
-    return _rewrap(func(*plain_args, **plain_kwargs), flat, plain, _as_sharded)
 
 
 def _rewrap(out: Any, given: list[Any], used: list[Any], wrap: Any) -> Any:
@@ -174,17 +154,6 @@ def _full_operand(func: Any, value: Any, full_of: Any) -> Any:
     if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.ndim > 1):
         raise mixed_error(func, value)
     return value
-
-
-def _as_plain(tensor: ShardedDTensor) -> DTensor:
-    spec = copy.copy(tensor._spec)  # torch's rules may change a spec in place
-    return DTensor(local_of(tensor), spec, requires_grad=False)  # type: ignore[call-arg]
-
-
-def _as_sharded(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return wrap_local(local_of(tensor), tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
 def _blank(tensor: DTensor) -> torch.Tensor:
@@ -218,9 +187,6 @@ _FILLS = frozenset(
 """Random operations whose result does not depend on the values before."""
 
 _IDENTITY_AT_SAME_SHAPE = frozenset({"view", "_unsafe_view", "_reshape_alias", "expand", "squeeze", "slice"})
-
-_TRANSPOSES = frozenset({"t", "transpose", "permute", "unsqueeze", "squeeze"})
-"""Views that torch makes of its own placements without communication, so that they share the memory."""
 
 _INPLACE_TRANSPOSES = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"})
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from raggedshard.platform.torch.collectives import gather
 from raggedshard.platform.torch.dtensor import wrap_replicated
-from raggedshard.platform.torch.elementwise import mixed_error
-from raggedshard.platform.torch.gathered import run_other
+from raggedshard.platform.torch.elementwise import common_mesh, mixed_error
+from raggedshard.platform.torch.gathered import run_gathered
 from raggedshard.platform.torch.private import current_graph_task_id
 from raggedshard.platform.torch.redistribute import full_local, redistribute_local
 from raggedshard.platform.torch.shards import has_partial, local_of, sharding_dims
@@ -111,7 +111,7 @@ def _summing(func: Any, args: tuple, kwargs: dict) -> Any:
     """``sum``, ``mean``."""
     tensor: DTensor = args[0]
     if not _covers(tensor, _argument(func, args, kwargs, "dim")):
-        return run_other(func, args, kwargs)
+        return run_gathered(func, args, kwargs)
     dtype = _argument(func, args, kwargs, "dtype")
     wide = _wide(dtype if dtype is not None else tensor.dtype)
     count = tensor.numel() if func._schema.name == "aten::mean" else 1
@@ -137,9 +137,9 @@ def _extremum(func: Any, args: tuple, kwargs: dict) -> Any:
     """``max``, ``min`` without dim; ``amax``, ``amin`` over all dims."""
     tensor: DTensor = args[0]
     if not _covers(tensor, _argument(func, args, kwargs, "dim")):
-        return run_other(func, args, kwargs)
+        return run_gathered(func, args, kwargs)
     if tensor.numel() == 0:
-        return run_other(func, args, kwargs)  # torch's own error, on all ranks
+        return run_gathered(func, args, kwargs)  # torch's own error, on all ranks
     largest = func._schema.name in ("aten::max", "aten::amax")
     reduce = torch.amax if largest else torch.amin
     identity = (_lowest if largest else _highest)(tensor.dtype)
@@ -153,14 +153,14 @@ def _extremum(func: Any, args: tuple, kwargs: dict) -> Any:
 def _truth(func: Any, args: tuple, kwargs: dict) -> Any:
     """``any``, ``all``."""
     if not _covers(args[0], _argument(func, args, kwargs, "dim"), empty_means_all=False):
-        return run_other(func, args, kwargs)
+        return run_gathered(func, args, kwargs)
     reduce = torch.any if func._schema.name == "aten::any" else torch.all
     return _reduce_all(func, args, kwargs, lambda local: reduce(local), lambda values: reduce(values, 0))
 
 
 def _count_nonzero(func: Any, args: tuple, kwargs: dict) -> Any:
     if not _covers(args[0], _argument(func, args, kwargs, "dim")):
-        return run_other(func, args, kwargs)
+        return run_gathered(func, args, kwargs)
     return _reduce_all(func, args, kwargs, torch.count_nonzero, lambda values: values.sum(0))
 
 
@@ -168,7 +168,7 @@ def _norm(func: Any, args: tuple, kwargs: dict) -> Any:
     """``linalg_vector_norm`` and ``norm``."""
     tensor: DTensor = args[0]
     if not _covers(tensor, _argument(func, args, kwargs, "dim")):
-        return run_other(func, args, kwargs)
+        return run_gathered(func, args, kwargs)
     name = "ord" if func._schema.name == "aten::linalg_vector_norm" else "p"
     order = _argument(func, args, kwargs, name, 2)
     order = 2.0 if order is None else float(order)
@@ -233,8 +233,7 @@ def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
             raise mixed_error(func, tensor)
     if first.shape != second.shape:
         return False
-    if first.device_mesh != second.device_mesh:
-        raise RuntimeError(f"{func}: tensors on two meshes, {first.device_mesh} and {second.device_mesh}")
+    common_mesh(func, args)
     if has_partial(first.placements):
         return func(full_local(first), full_local(second))
     mesh, placements = first.device_mesh, first.placements
