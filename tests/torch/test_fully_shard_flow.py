@@ -510,6 +510,28 @@ def test_training_goes_on_right_after_an_error(when, again):
     run_distributed(go_on_after_error, 3, when, again)
 
 
+def other_backward_after_error(rank, world_size):
+    """Of two forwards, the first one's backward raises; the second one's needs no new forward to be right."""
+    pair = pair_of(rank, world_size, Outer, ("first", "inner"))
+    pair.train(on_own_rows, steps=1)
+    pair.sharded.inner.when = "backward"
+    failing = on_own_rows(pair.sharded, rank)
+    pair.sharded.inner.when = ""
+    loss = square_loss(pair.sharded, rows_of(rank, seed=1))
+    with pytest.raises(ArithmeticError, match="told to fail"):
+        failing.backward()
+    pair.sharded.zero_grad()
+    loss.backward()
+    for r in range(world_size):
+        (square_loss(pair.reference, rows_of(r, seed=1)) / world_size).backward()
+    pair.step()
+    pair.train(on_own_rows)
+
+
+def test_another_backward_is_right_after_one_that_raised():
+    run_distributed(other_backward_after_error, 3)
+
+
 def submodule_alone(rank, world_size, first):
     """A unit without its root: before the root's first forward, after it, and in one backward with it."""
     pair = odd_mlp_pair(rank, world_size)
