@@ -241,6 +241,7 @@ def test_a_rank_that_runs_other_modules_ends_every_rank(change):
 def test_a_replica_that_runs_other_modules_ends_every_rank(change):
     ends = outcomes(change, [2, 3], replicas=2)
     assert all(end.kind == "raised" and "Error" in end.error for end in ends)
+    assert any("another replica reduces another unit" in end.error for end in ends), [end.error for end in ends]
 
 
 @pytest.mark.parametrize(("change", "kind"), [(raise_error, "raised"), (die, "died")])
