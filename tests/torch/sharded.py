@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -47,6 +48,13 @@ def even(full: torch.Tensor, mesh: DeviceMesh) -> ShardedDTensor:
 
 def replicate(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return distribute_tensor(full.detach().clone(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+
+
+LAYOUTS = [
+    *(pytest.param(ranks, shard, id=f"ragged-{ranks}") for ranks in (1, 2, 3, 4)),
+    pytest.param(3, even, id="torch-3"),
+]
+"""Number of ranks and how a tensor is made: ragged rows on 1 to 4 ranks, torch's uneven ``Shard(0)`` on 3."""
 
 
 def full(tensor: Any) -> torch.Tensor:

@@ -116,7 +116,7 @@ def pairs_on(draw: st.DrawFn, ranks: int) -> list[tuple[Layout, Layout]]:
 def test_random_pairs_of_layouts(ranks: int) -> None:
     # A failure costs new processes, so examples are not shrunk.
     @settings(
-        max_examples=15,
+        max_examples=8,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],

@@ -12,7 +12,7 @@ from harness import run_distributed, world_sizes
 from raggedshard.platform.torch.distribute import from_local
 from raggedshard.platform.torch.dtensor import ShardedDTensor, wrap_local
 from raggedshard.platform.torch.placements import RaggedShard
-from sharded import ROWS, assert_layout, assert_same, by_rows, even, full, grid, line, replicate, shard
+from sharded import LAYOUTS, ROWS, assert_layout, assert_same, by_rows, even, full, grid, line, replicate, shard
 
 OUT_OF_PLACE = {
     "add": lambda x, y: x + y,
@@ -141,8 +141,7 @@ def keep_the_layout(rank: int, world_size: int, rows: int, make: Any) -> None:
         assert_same(a, x, what)
 
 
-@world_sizes()
-@pytest.mark.parametrize("make", [shard, even], ids=["ragged", "torch"])
+@pytest.mark.parametrize(("world_size", "make"), LAYOUTS)
 def test_element_wise_operations_and_factories_keep_the_layout(world_size: int, make: Any) -> None:
     for rows in ROWS:
         run_distributed(keep_the_layout, world_size, rows, make)
@@ -165,8 +164,7 @@ def gather(rank: int, world_size: int, rows: int, make: Any) -> None:
         assert tuple(a._local_tensor.shape) == tuple(make(x, mesh)._local_tensor.shape), what
 
 
-@world_sizes()
-@pytest.mark.parametrize("make", [shard, even], ids=["ragged", "torch"])
+@pytest.mark.parametrize(("world_size", "make"), LAYOUTS)
 def test_other_operations_are_right_and_views_write_to_their_base(world_size: int, make: Any) -> None:
     for rows in (2, 7, 10):
         run_distributed(gather, world_size, rows, make)

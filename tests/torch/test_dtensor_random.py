@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from harness import run_distributed, world_sizes
-from sharded import ROWS, assert_layout, assert_same, even, grid, line, shard
+from sharded import LAYOUTS, ROWS, assert_layout, assert_same, even, grid, line, shard
 
 init = torch.nn.init
 
@@ -50,7 +50,7 @@ def draw(rank: int, world_size: int, make: Any) -> None:
         for what, operation in {**FILLS, **DRAWS}.items():
             if rows == 0 and what.startswith("init"):
                 continue  # torch warns
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in (torch.float32, torch.bfloat16) if rows in (1, 7) else (torch.float32,):
                 x = torch.ones(rows, 6, dtype=dtype)
                 a = make(x, mesh)
                 torch.manual_seed(11)
@@ -65,8 +65,7 @@ def draw(rank: int, world_size: int, make: Any) -> None:
                     assert result is a
 
 
-@world_sizes()
-@pytest.mark.parametrize("make", [shard, even], ids=["ragged", "torch"])
+@pytest.mark.parametrize(("world_size", "make"), LAYOUTS)
 def test_values_and_the_generator_are_those_of_an_unsharded_tensor(world_size: int, make: Any) -> None:
     run_distributed(draw, world_size, make)
 
@@ -108,8 +107,7 @@ def modules(rank: int, world_size: int, make: Any) -> None:
             assert_same(parameter, value, (layer, name))
 
 
-@world_sizes()
-@pytest.mark.parametrize("make", [shard, even], ids=["ragged", "torch"])
+@pytest.mark.parametrize(("world_size", "make"), LAYOUTS)
 def test_reset_parameters_of_torchs_layers(world_size: int, make: Any) -> None:
     run_distributed(modules, world_size, make)
 

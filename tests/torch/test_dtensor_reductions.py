@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness import run_distributed, world_sizes
 from raggedshard.platform.torch.placements import RaggedShard
-from sharded import ROWS, assert_same, by_rows, even, grid, line, parameter, replicate, shard
+from sharded import LAYOUTS, ROWS, assert_same, by_rows, even, grid, line, parameter, replicate, shard
 
 ORDERS = (0, 0.5, 1, 2, 3, math.inf, -math.inf, -1)
 
@@ -55,7 +55,7 @@ def outcome(operation: Any, x: torch.Tensor) -> Any:
 def reduce(rank: int, world_size: int, make: Any) -> None:
     mesh = line(world_size)
     for rows in ROWS:
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64) if rows in (0, 1, 7) else (torch.float32,):
             x = values(rows, dtype)
             for what, operation in REDUCTIONS.items():
                 with torch.no_grad():
@@ -70,8 +70,7 @@ def reduce(rank: int, world_size: int, make: Any) -> None:
                 assert_same(result, expected, (what, rows, dtype), exact=False)
 
 
-@world_sizes()
-@pytest.mark.parametrize("make", [shard, even], ids=["ragged", "torch"])
+@pytest.mark.parametrize(("world_size", "make"), LAYOUTS)
 def test_reductions_are_plain_without_grad_mode_and_replicated_with_it(world_size: int, make: Any) -> None:
     run_distributed(reduce, world_size, make)
 
