@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -215,3 +216,27 @@ def rows_of(rank: int, rows: int = 4, features: int = 8, seed: int = 0) -> torch
 
 def on_own_rows(model: nn.Module, rank: int) -> torch.Tensor:
     return square_loss(model, rows_of(rank))
+
+
+def odd_mlp_pair(rank: int, world_size: int, replicas: int = 1, **options: Any) -> Pair:
+    torch.manual_seed(0)
+    reference = OddMLP().double()
+    model = shard_odd_mlp(copy.deepcopy(reference), mesh=mesh_of(world_size, replicas), **options)
+    return Pair(rank, world_size, model, reference)
+
+
+def pair_of(
+    rank: int, world_size: int, build: Callable[[], nn.Module], units: tuple[str, ...] = (), **options: Any
+) -> Pair:
+    """``build()`` and its copy, of which the submodules ``units`` and the root become units."""
+    torch.manual_seed(0)
+    reference = build().double()
+    model = copy.deepcopy(reference)
+    mesh = mesh_of(world_size)
+    for name in units:
+        fully_shard(model.get_submodule(name), mesh=mesh, **options)
+    return Pair(rank, world_size, fully_shard(model, mesh=mesh, **options), reference)
+
+
+def all_sharded(model: nn.Module) -> bool:
+    return all(isinstance(param, DTensor) for param in model.parameters())
