@@ -19,9 +19,9 @@ STEPS = 10
 Result = dict[str, Any]
 
 
-def start(world_size: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def start(world_size: int, seed: int, replicas: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = shard_odd_mlp(OddMLP().to(torch.float64), mesh=mesh_of(world_size))
+    model = shard_odd_mlp(OddMLP().to(torch.float64), mesh=mesh_of(world_size, replicas))
     return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1), betas=(0.8, 0.9))
 
 
@@ -51,10 +51,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> R
     return {"model": model_state, "optimizer": optimizer_state, "step": step}
 
 
-def save_at_half(rank: int, world_size: int, path: Path) -> Result:
+def save_at_half(rank: int, world_size: int, path: Path, replicas: int = 1) -> Result:
     """Train, save in both formats, train on; returns the second half."""
     batches = list(float_batches(2 * STEPS, torch.float64))
-    model, optimizer = start(world_size, seed=0)
+    model, optimizer = start(world_size, 0, replicas)
     train(model, optimizer, batches[:STEPS], rank, world_size)
     state = state_of(model, optimizer, STEPS)
     checkpoint.save(state, path / "own")
@@ -62,10 +62,11 @@ def save_at_half(rank: int, world_size: int, path: Path) -> Result:
     return train(model, optimizer, batches[STEPS:], rank, world_size)
 
 
-def resume(rank: int, world_size: int, path: Path, kind: str) -> Result:
-    """Load into a model and an optimizer that start from other values, and train the second half."""
+def resume(rank: int, world_size: int, path: Path, kind: str, replicas: int = 1) -> Result:
+    """Load into a model and an optimizer that trained from other values, and train the second half."""
     batches = list(float_batches(2 * STEPS, torch.float64))
-    model, optimizer = start(world_size, seed=1)
+    model, optimizer = start(world_size, 1, replicas)
+    train(model, optimizer, batches[:2], rank, world_size)  # nothing gathered before the load may be used after it
     state = state_of(model, optimizer, 0)
     if kind == "own":
         checkpoint.load(state, path / "own")
@@ -98,6 +99,19 @@ def test_the_next_steps_equal_those_of_the_run_that_never_stopped(saved, before,
             torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
     if before == after:
         assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["own", "dcp"])
+def test_replicas_stop_and_go_on_too(saved, tmp_path, kind):
+    path, expected = saved[4]
+    run_distributed(save_at_half, 4, tmp_path, 2)
+    for outcomes in (
+        run_distributed(resume, 4, path, kind, 2),  # four shards to two replicas of two
+        run_distributed(resume, 3, tmp_path, kind),  # and from those to three shards
+    ):
+        for actual in outcomes:
+            for name, value in expected.items():
+                torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_the_steps_after_the_checkpoint_change_the_model(saved):

@@ -74,6 +74,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
             differ, chunks with gaps or overlaps, or another rank failed. The message names file and key; the state
             is as before.
         TypeError, ValueError: an entry of the state that a checkpoint cannot hold.
+        OSError: the storage failed while elements were read; the state may be loaded in part.
         RuntimeError: a rank died.
     """
     ranks = _all_ranks()
