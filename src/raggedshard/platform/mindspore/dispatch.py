@@ -64,6 +64,7 @@ def run_on_locals(func: Any, args: Any, kwargs: dict[str, Any], tensor_class: ty
 
 def _check_operand(name: str, value: Any, spec: Any, is_sharded: bool) -> None:
     if is_sharded:
+        value._require_values()
         if value._spec != spec:
             raise RuntimeError(
                 f"{name}: operands lie as {spec.placements} of {spec.shape} and as {value.placements} of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +46,7 @@ class DTensor(Tensor):
 
     _spec: DTensorSpec | None = None
     is_unit_shard = False  # of a unit of fully_shard
+    _draw: Callable[[], np.ndarray] | None = None
 
     def __new__(cls, local: Tensor, spec: DTensorSpec | None = None) -> Any:
         # Parameter(dtensor) calls this with the DTensor alone.
@@ -146,6 +147,7 @@ class DTensor(Tensor):
 
     def to_local(self) -> Tensor:
         """This rank's part, on the same storage. Differentiable."""
+        self._require_values()
         if is_recording() and self._requires_grad:
             return _ToLocal.apply(self)
         return local_of(self)
@@ -160,6 +162,7 @@ class DTensor(Tensor):
         Raises:
             ValueError: they do not fit.
         """
+        self._require_values()
         check_placements(self.shape, self.device_mesh.shape, placements)
         spec = self._layout._replace(placements=tuple(placements))
         if is_recording() and self._requires_grad:
@@ -190,9 +193,13 @@ class DTensor(Tensor):
             if data.has_init:
                 data = data.init_data()
             values = to_tensor(part_of(to_host(data), self.device_mesh, self.placements), data.dtype)
-        if values.size:
-            local_of(self).copy_(values.astype(self.dtype))
+        self._write(values)
         return self
+
+    def _write(self, local: Tensor) -> None:
+        self._draw = None
+        if local.size:
+            local_of(self).copy_(local.astype(self.dtype))
 
     copy_ = set_data
     assign_value = set_data  # type: ignore[assignment]  # another name for the value
@@ -209,9 +216,23 @@ class DTensor(Tensor):
         """Overwrite every element."""
         return self.set_data(self * 0 + value)
 
+    def defer(self, draw: Callable[[], np.ndarray]) -> None:
+        """Leave the values open until `init_data`; ``draw`` gives this rank's part of them."""
+        self._draw = draw
+
+    @no_grad()
     def init_data(self, *args: Any, **kwargs: Any) -> DTensor:
-        """It has its values already: what MindSpore asks for before it saves or casts a parameter."""
+        """Draw values whose initialisation was deferred; those that are there already stay."""
+        if self._draw is not None:
+            self._write(to_tensor(np.ascontiguousarray(self._draw()), self.dtype))
         return self
+
+    def _require_values(self) -> None:
+        if self._draw is not None:
+            raise RuntimeError(
+                f"the initialisation of {self!r} is deferred and it has no values yet: run a forward, load values, or "
+                "call init_parameters_data() of the outermost cell"
+            )
 
     def clone(self, init: Any = "same") -> DTensor:
         """A Parameter that lies as this one does: what optimizers make their states with.
@@ -219,6 +240,8 @@ class DTensor(Tensor):
         Args:
             init: ``"same"`` for this one's values, or what ``mindspore.common.initializer`` takes.
         """
+        if init == "same":
+            self._require_values()
         local = local_of(self)
         if init == "same" or local.size == 0:  # the initializer refuses empty shapes
             values = local.copy()
@@ -228,6 +251,7 @@ class DTensor(Tensor):
         return Parameter(wrap_local(values, self._layout), name=name, requires_grad=self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        self._require_values()
         if id(self) not in memo:
             memo[id(self)] = _like(self, local_of(self).copy())
         return memo[id(self)]
@@ -236,6 +260,7 @@ class DTensor(Tensor):
         return copy.deepcopy(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._require_values()
         as_parameter = (self.name, self.requires_grad) if isinstance(self, Parameter) else None
         return _rebuild, (to_host(local_of(self)), self.dtype, self._layout, as_parameter)
 

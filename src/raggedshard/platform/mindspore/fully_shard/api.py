@@ -39,7 +39,8 @@ def fully_shard(
 
     Args:
         module: the cell, or a list of cells that make one unit. Its initialisation may have been deferred
-            (``no_init_parameters`` or the meta device): each rank then keeps its part of the values only.
+            (``no_init_parameters`` or the meta device): the values are drawn at the first forward or by
+            ``init_parameters_data()`` of the outermost cell, in the order of its parameters.
         mesh: 1-D to shard (FSDP), 2-D ``(replicate, shard)`` for HSDP; ``None`` for all ranks in one shard dim.
         reshard_after_forward: ``True`` frees the parameters between forward and backward, ``False`` keeps them, an
             int keeps a shard for groups of so many neighbouring ranks; ``None`` means ``True``, ``False`` for the root.

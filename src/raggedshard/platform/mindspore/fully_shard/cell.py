@@ -86,7 +86,12 @@ def begin_forward(state: MindSporeState, cell: nn.Cell) -> None:
         return
     for root in state.cells:
         _refuse_reentrant_recompute(root)
-    begin_run(state, state.cells, CELLS, MindSporeEngine())
+        for param in root.get_parameters():  # in one order for all units: random values depend on it
+            param.init_data()
+    engine = MindSporeEngine()
+    begin_run(state, state.cells, CELLS, engine)
+    assert state.context is not None
+    engine.states = state.context.states
 
 
 def _refuse_reentrant_recompute(root: nn.Cell) -> None:

@@ -34,7 +34,14 @@ __all__ = ["MindSporeEngine", "attach_hooks"]
 
 
 class MindSporeEngine:
-    """The `Engine` of MindSpore."""
+    """The `Engine` of MindSpore.
+
+    Attributes:
+        states: the units that run under it.
+    """
+
+    def __init__(self) -> None:
+        self.states: Sequence[HSDPState] = ()
 
     def is_grad_enabled(self) -> bool:
         return is_recording()
@@ -45,7 +52,7 @@ class MindSporeEngine:
     def queue_final_callback(self, callback: Callable[[], None]) -> None:
         def finish() -> None:
             callback()
-            deliver_leftovers(callback.__self__.states)  # type: ignore[attr-defined]
+            deliver_leftovers(self.states)
 
         queue_final_callback(finish)
 

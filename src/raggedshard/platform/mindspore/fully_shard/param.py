@@ -86,32 +86,40 @@ class HSDPParamV2:
     # ---- the sharded form
 
     def _init_sharded_param(self, param: Parameter) -> None:
-        values = to_host(local_of(param) if isinstance(param, DTensor) else self._materialised(param))
-        if values.shape != self.layout.size:
-            raise ValueError(
-                f"parameter '{self.name}' of shape {self._spec.shape}: its tensor-parallel shard has shape "
-                f"{values.shape}, expected {self.layout.size}; distribute it with distribute_tensor"
-            )
-        self._storage = ShardStorage(self._slice(values), self.layout, param.dtype)
+        recipe = self._recipe(param)
+        if recipe is None:
+            values = to_host(local_of(param) if isinstance(param, DTensor) else param)
+            if values.shape != self.layout.size:
+                raise ValueError(
+                    f"parameter '{self.name}' of shape {self._spec.shape}: its tensor-parallel shard has shape "
+                    f"{values.shape}, expected {self.layout.size}; distribute it with distribute_tensor"
+                )
+            actual = self._slice(values)
+        else:
+            actual = np.zeros(self.sharded_size, np.float32)
+        self._storage = ShardStorage(actual, self.layout, param.dtype)
         self.sharded_param: Any = Parameter(
             wrap_local(self._storage.local, self._spec), name=param.name, requires_grad=param.requires_grad
         )
+        if recipe is not None:
+            self.sharded_param.defer(lambda: self._slice(to_host(recipe.init_data())))
         self.sharded_param.is_unit_shard = True
         for slot in self.slots:
             slot.module._params[slot.name] = self.sharded_param
         self._init_dtypes()
 
-    def _materialised(self, param: Parameter) -> Tensor:
-        """The values of a parameter, drawn now if its initialisation was deferred; only the shard is kept of them."""
+    def _recipe(self, param: Parameter) -> Tensor | None:
+        """What draws the values of a parameter whose initialisation was deferred."""
+        if isinstance(param, DTensor):
+            return None
         if param.has_init:
-            recipe = Tensor(shape=param.shape, dtype=param.dtype, init=param.init)
-            return recipe.init_data()
+            return Tensor(shape=param.shape, dtype=param.dtype, init=param.init)
         if param.is_meta:
             raise ValueError(
                 f"parameter '{self.name}' of shape {self._spec.shape} is on the meta device and has no initializer; "
                 "give it one, e.g. Parameter(initializer('normal', shape))"
             )
-        return param
+        return None
 
     def _slice(self, values: np.ndarray) -> np.ndarray:
         """This rank's actual shard of the logical array."""
@@ -203,6 +211,8 @@ class HSDPParamV2:
     def new_unsharded_alias(self) -> Any:
         """A new leaf on the unsharded parameter's memory; a DTensor where tensor parallelism cut the parameter."""
         leaf = alias(self.unsharded_param)
+        # Like the one that the graph knows: a recomputation saves what the forward saved only if it needs gradients too.
+        leaf.requires_grad_(self.sharded_param.requires_grad)
         return wrap_local(leaf, self._tp_spec) if self._tp_spec is not None else leaf
 
     def to_unsharded(self, tensor: Any) -> None:
