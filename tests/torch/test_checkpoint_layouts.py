@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_models import assert_expected, build, clear, fill
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from harness import run_distributed
-from raggedshard.torch import checkpoint
+from raggedshard.platform.torch.distribute import distribute_tensor
+from raggedshard.torch import RaggedShard, checkpoint, init_device_mesh
 
 MESHES = ((2, 2), (3, 2), (2, 3))
 TARGETS = (*MESHES, (3,), (1,), ())
@@ -64,3 +66,27 @@ def test_every_value_is_exact_in_every_layout(saved, target):
     for size in target:
         world_size *= size
     run_distributed(load_all, world_size, saved, target, timeout=120)
+
+
+def several_boxes(rank: int, world_size: int, path: Path) -> None:
+    """12, 20, 0 and 24 cells of (7, 8): rank 0 holds a row and a half, which is two boxes."""
+    values = torch.arange(56.0).view(7, 8)
+    tensor = distribute_tensor(values, init_device_mesh("cpu", (4,)), [RaggedShard((0, 1), (3, 5, 0, 6))])
+    writer = HuggingFaceStorageWriter(str(path / "hf"), save_distributed=True)
+    with pytest.raises(dcp.CheckpointException, match="key 'w': this rank holds 2 boxes"):
+        dcp.save({"w": tensor}, storage_writer=writer)
+    checkpoint.save({"w": tensor}, path / "own")
+    reader = HuggingFaceStorageReader(str(path / "own"))
+    for load in (lambda s: checkpoint.load(s, path / "own"), lambda s: dcp.load(s, storage_reader=reader)):
+        plain = torch.full((7, 8), -1.0)
+        load({"w": plain})
+        assert torch.equal(plain, values)
+        tensor.fill_(-1)
+        load({"w": tensor})
+        assert torch.equal(tensor.full_tensor(), values)
+    dist.barrier()
+
+
+def test_several_boxes_of_a_rank_are_saved_or_refused_but_never_dropped(tmp_path):
+    run_distributed(several_boxes, 4, tmp_path)
+    assert len(list((tmp_path / "own").glob("shard-00001-*.safetensors"))) == 2

@@ -29,7 +29,10 @@ from raggedshard.checkpoint import (
     save_tensors,
 )
 from raggedshard.geometry import Box, Piece
-from raggedshard.platform.torch import full_state_dict as full_state_dict  # teaches torch's set_state_dict our layouts
+
+# Imported for what they do: torch's own functions learn our layouts.
+from raggedshard.platform.torch import full_state_dict as full_state_dict
+from raggedshard.platform.torch import hugging_face_writer as hugging_face_writer
 from raggedshard.platform.torch.shards import box_view, has_partial, local_of, shape_on
 
 __all__ = ["CheckpointError", "load", "save"]
