@@ -211,6 +211,10 @@ def keep_partial(rank: int, world_size: int) -> None:
     assert_same(torch.ones_like(terms), torch.ones(3))
     assert_same(terms.abs().sum(), three.sum())
     assert_same(terms.clone().mul_(terms), three * three)
+    assert_same(terms.clone().copy_(terms), three)
+    assert_same(terms.clone().copy_(torch.tensor(5.0)), three + 2)
+    assert_same(terms.clone().fill_(5.0), three + 2)
+    assert_same(replicate(torch.tensor(3.0), mesh) + shard(torch.ones(3), mesh), three + 1)
 
 
 def test_terms_of_a_partial_are_reduced_before_what_is_not_linear() -> None:

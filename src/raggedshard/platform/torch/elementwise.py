@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from raggedshard.platform.torch.dtensor import wrap_like
 from raggedshard.platform.torch.private import DTensorSpec
@@ -69,8 +69,11 @@ def written_arguments(func: Any) -> tuple[int | str, ...]:
 
 def written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The tensors that a call writes, those in lists too."""
-    written = [kwargs.get(key) if isinstance(key, str) else args[key] for key in written_arguments(func)]
-    return [tensor for tensor in tree_leaves(written) if isinstance(tensor, torch.Tensor)]
+    written: list[torch.Tensor] = []
+    for key in written_arguments(func):
+        value = kwargs.get(key) if isinstance(key, str) else args[key]
+        written += [t for t in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(t, torch.Tensor)]
+    return written
 
 
 def run_elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -98,8 +101,9 @@ def run_foreach(func: Any, args: tuple, kwargs: dict) -> Any:
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and _holds_tensors(a)]
     count = max(map(len, lists))
     written = bool(written_arguments(func))
-    specs = [_layout_at(func, [items[i] for items in lists if len(items) == count], written) for i in range(count)]
-
+    specs = [
+        _layout_at(func, operands, written) for operands in zip(*(a for a in lists if len(a) == count), strict=True)
+    ]
     if any(spec is NotImplemented for spec in specs):
         return NotImplemented
 
@@ -138,7 +142,7 @@ def _holds_tensors(values: Iterable[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) for value in values)
 
 
-def _layout_at(func: Any, operands: list[Any], written: bool) -> Any:
+def _layout_at(func: Any, operands: Sequence[Any], written: bool) -> Any:
     """The layout of one index of a foreach operation; ``None`` when all tensors there are plain."""
     tensors = [t for t in operands if isinstance(t, torch.Tensor)]
     if not any(isinstance(t, DTensor) for t in tensors):
@@ -152,29 +156,34 @@ def _common_layout(func: Any, operands: list[torch.Tensor], written: torch.Tenso
 
     ``None`` when there is none, or when it is Partial and the operation is not linear.
     """
+    if written is not None and not isinstance(written, DTensor):
+        raise mixed_error(func, written)
     tensors = [t for t in operands if isinstance(t, DTensor)]
     common_mesh(func, tensors)
     first = tensors[0]._spec
-    if written is not None:
-        if not isinstance(written, DTensor):
-            raise mixed_error(func, written)
-        candidates = [written]
-    elif all(t._spec.placements == first.placements and t.shape == first.shape for t in tensors):
-        candidates = tensors[:1]
+    alike = all(_same_layout(t._spec, first) for t in tensors)
+    if alike or written is not None:
+        candidates = [first if written is None else written._spec]
     else:
         shape = torch.broadcast_shapes(*(t.shape for t in operands))
-        candidates = sorted((t for t in tensors if t.shape == shape), key=lambda t: not sharding_dims(t.placements))
-    for candidate in candidates:
-        if not has_partial(candidate.placements) or _keeps_terms(func, tensors):
-            return candidate._spec
+        candidates = [t._spec for t in tensors if t.shape == shape]
+        candidates.sort(key=lambda spec: not sharding_dims(spec.placements))
+    for spec in candidates:
+        if not has_partial(spec.placements) or (alike and _keeps_terms(func, operands)):
+            return spec
     return None
 
 
-def _keeps_terms(func: Any, tensors: list[DTensor]) -> bool:
+def _same_layout(one: DTensorSpec, other: DTensorSpec) -> bool:
+    return one is other or (one.placements == other.placements and one.shape == other.shape)
+
+
+def _keeps_terms(func: Any, operands: list[torch.Tensor]) -> bool:
+    """Whether an operation on operands of one layout may run on each rank's terms of a Partial."""
     name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_").rstrip("_")
     if name == "copy":
-        return all(t.placements == tensors[0].placements for t in tensors)
-    return name in _LINEAR and len(tensors) == 1
+        return all(isinstance(operand, DTensor) for operand in operands)
+    return name in _LINEAR and len(operands) == 1
 
 
 def _operand(func: Any, tensor: Any, spec: DTensorSpec | None) -> Any:
@@ -182,9 +191,8 @@ def _operand(func: Any, tensor: Any, spec: DTensorSpec | None) -> Any:
     if spec is None or tensor is None:
         return tensor
     if not isinstance(tensor, DTensor):
-        return _scalar(func, tensor)
-    own = tensor._spec
-    if own is spec or (own.placements == spec.placements and own.shape == spec.shape):
+        return _scalar(func, tensor, spec.ndim)
+    if _same_layout(tensor._spec, spec):
         return local_of(tensor)
     if tensor.shape == spec.shape:
         return redistribute_local(local_of(tensor), tensor.shape, spec.mesh, tensor.placements, spec.placements)
@@ -198,10 +206,11 @@ def _shared_operand(func: Any, value: Any) -> Any:
         if value.numel() != 1:
             raise NotImplementedError(f"{func}: a shared operand of shape {tuple(value.shape)}, expected one element")
         return full_local(value)
-    return _scalar(func, value) if isinstance(value, torch.Tensor) else value
+    return _scalar(func, value, 0) if isinstance(value, torch.Tensor) else value
 
 
-def _scalar(func: Any, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() != 1 or tensor.ndim > 1:
+def _scalar(func: Any, tensor: torch.Tensor, ndim: int) -> torch.Tensor:
+    """A plain operand of one element, which must not add dims to the result."""
+    if tensor.numel() != 1 or tensor.ndim > min(ndim, 1):
         raise mixed_error(func, tensor)
     return tensor
