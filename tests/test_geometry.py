@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from layouts import Layout, divisors, layouts, ranks
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
 
+from layouts import Layout, divisors, layouts, ranks
 from raggedshard.geometry import (
     Box,
     Cut,

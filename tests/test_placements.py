@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from layouts import Layout, layouts
 from torch.distributed.tensor import placement_types as torch_placements
 
+from layouts import Layout, layouts
 from raggedshard import placements as neutral
 from raggedshard.geometry import Box, Cut, chunk_lengths, strided_blocks
 from raggedshard.placements import (
