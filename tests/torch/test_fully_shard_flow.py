@@ -190,16 +190,18 @@ def two_forwards_two_backwards(rank, world_size):
 
 
 def backward_twice(rank, world_size):
-    """The second backward meets the uses of the first again, and a new use besides."""
-    pair = pair_of(rank, world_size, Twice, ("square", "odd"))
-    for model, ranks in ((pair.reference, range(world_size)), (pair.sharded, [rank])):
-        for r in ranks:
-            loss = on_own_rows(model, r) / len(ranks)
-            loss.backward(retain_graph=True)
-            loss.backward(retain_graph=True)
-            (loss + square_loss(model, rows_of(r, seed=1)) / len(ranks)).backward()
-    pair.step()
-    pair.train(on_own_rows)
+    """The second backward meets the uses of the first again, the third a new one besides."""
+    for build, units in ((Twice, ("square", "odd")), (Recursive, ())):
+        pair = pair_of(rank, world_size, build, units)
+        for model, ranks in ((pair.reference, range(world_size)), (pair.sharded, [rank])):
+            for r in ranks:
+                x, y = (rows_of(r, seed=seed).requires_grad_() for seed in range(2))
+                loss = square_loss(model, x) / len(ranks)
+                loss.backward(retain_graph=True)
+                loss.backward(retain_graph=True)
+                (loss + square_loss(model, y) / len(ranks)).backward()
+        pair.step()
+        pair.train(on_own_rows)
 
 
 def keep_order_between_backwards(rank, world_size):
