@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from units import F64, Unit, all_params, group_of, local_of, padding, placements_of, sharded_unit
 
 from harness import run_distributed
 from raggedshard.torch import RaggedShard, RaggedStridedShard, fully_shard, init_device_mesh
 from training import OddMLP, Pair, full, mesh_of, on_own_rows, shard_odd_mlp
+from units import F64, Unit, all_params, group_of, local_of, padding, placements_of, sharded_unit
 
 # ---- sizes and placements
 

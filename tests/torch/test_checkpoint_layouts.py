@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_models import assert_expected, build, clear, fill
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from checkpoint_models import assert_expected, build, clear, fill
 from harness import run_distributed
 from raggedshard.platform.torch.distribute import distribute_tensor
 from raggedshard.torch import RaggedShard, checkpoint, init_device_mesh

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from units import Unit, group_of, local_of, sharded_unit
 
 from harness import run_distributed
 from raggedshard.torch import fully_shard
 from training import mesh_of
+from units import Unit, group_of, local_of, sharded_unit
 
 
 class Count(TorchDispatchMode):

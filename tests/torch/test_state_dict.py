@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Replicate as TorchReplicate
-from units import all_params, local_of, padding
 
 from harness import run_distributed, world_sizes
 from raggedshard.torch import FSDPModule, fully_shard
@@ -26,6 +25,7 @@ from training import (
     rows_of,
     shard_odd_mlp,
 )
+from units import all_params, local_of, padding
 
 
 def odd_mlp(seed: int = 0) -> OddMLP:
