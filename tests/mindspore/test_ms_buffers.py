@@ -6,9 +6,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
-from ms_training import mesh_of, square_loss
 
 from harness import run_distributed
+from ms_training import mesh_of, square_loss
 from raggedshard.mindspore import (
     DTensor,
     RaggedShard,

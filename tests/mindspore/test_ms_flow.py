@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+
+from harness import run_distributed
 from ms_training import (
     OddMLP,
     assert_same_parameters,
@@ -22,8 +26,6 @@ from ms_training import (
     train_beside,
     twin,
 )
-
-from harness import run_distributed
 from raggedshard.mindspore import (
     MixedPrecisionPolicy,
     clip_grad_norm_,
@@ -75,7 +77,7 @@ def shard_stack(model, **options):
 
 def prefetching(model):
     blocks = list(model.blocks)
-    for block, following in zip(blocks, blocks[1:], strict=False):
+    for block, following in itertools.pairwise(blocks):
         block.set_forward_prefetch_modules([following])
         following.set_backward_prefetch_modules([block])
     model.set_forward_prefetch_modules([blocks[0]])
@@ -83,14 +85,15 @@ def prefetching(model):
 
 
 CASES = {
-    "forward and backward prefetch": (dict(), dict(), prefetching),
-    "parameters kept after forward": (dict(), dict(reshard_after_forward=False), None),
-    "resharded to smaller groups": (dict(), dict(reshard_after_forward=2), None),
-    "a cell that runs several times": (dict(repeats=2), dict(), None),
-    "recompute of a unit": (dict(recompute="unit"), dict(), None),
-    "recompute inside a unit": (dict(recompute="inside"), dict(), None),
-    "mindspore.recompute with prefetch": (dict(recompute="function"), dict(), prefetching),
+    "forward and backward prefetch": ({}, {}, prefetching),
+    "parameters kept after forward": ({}, {"reshard_after_forward": False}, None),
+    "resharded to smaller groups": ({}, {"reshard_after_forward": 2}, None),
+    "a cell that runs several times": ({"repeats": 2}, {}, None),
+    "recompute of a unit": ({"recompute": "unit"}, {}, None),
+    "recompute inside a unit": ({"recompute": "inside"}, {}, None),
+    "mindspore.recompute with prefetch": ({"recompute": "function"}, {}, prefetching),
 }
+"""What the stack is, how it is sharded, and what is done to it then."""
 
 
 def train_stack(rank, world_size, case, style, replicas):
@@ -126,7 +129,7 @@ def train_deferred(rank, world_size, how):
             model = OddMLP()
     assert all(p.has_init or p.is_meta for p in model.get_parameters())
     shard_odd_mlp(model, mesh=mesh_of(world_size))
-    with pytest.raises(RuntimeError, match="up.weight.*init_parameters_data"):
+    with pytest.raises(RuntimeError, match=r"up\.weight.*init_parameters_data"):
         model.up.weight.to_local()
     model.init_parameters_data()
     for p, expected in zip(model.get_parameters(), reference.get_parameters(), strict=True):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ms_training import OddMLP, assert_no_even_claim, float_batches, mesh_of, shard_odd_mlp, train_beside, twin
 
 from harness import run_distributed, world_sizes
+from ms_training import OddMLP, assert_no_even_claim, float_batches, mesh_of, shard_odd_mlp, train_beside, twin
 
 STYLES = ("value_and_grad", "backward")
 

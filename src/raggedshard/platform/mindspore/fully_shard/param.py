@@ -211,7 +211,7 @@ class HSDPParamV2:
     def new_unsharded_alias(self) -> Any:
         """A new leaf on the unsharded parameter's memory; a DTensor where tensor parallelism cut the parameter."""
         leaf = alias(self.unsharded_param)
-        # Like the one that the graph knows: a recomputation saves what the forward saved only if it needs gradients too.
+        # Like the one that the graph knows: a recomputation must save what the forward saved.
         leaf.requires_grad_(self.sharded_param.requires_grad)
         return wrap_local(leaf, self._tp_spec) if self._tp_spec is not None else leaf
 
