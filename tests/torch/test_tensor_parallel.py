@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,21 +29,21 @@ class TwoLayers(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def sharded_two_layers(reference: TwoLayers, mesh_shape: tuple[int, ...]) -> nn.Module:
+def sharded_two_layers(reference: TwoLayers, mesh_shape: tuple[int, ...], **options: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=NAMES[len(mesh_shape)])
     model = copy.deepcopy(reference)
     # Between the two the activation stays a DTensor: from a local tensor torch could not tell 7 columns from 8.
     plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
     dp_mesh = mesh["dp"] if len(mesh_shape) == 2 else mesh["replicate", "shard"]
-    fully_shard(model.up, mesh=dp_mesh)
-    return fully_shard(model, mesh=dp_mesh)
+    fully_shard(model.up, mesh=dp_mesh, **options)
+    return fully_shard(model, mesh=dp_mesh, **options)
 
 
-def train_two_layers(rank, world_size, hidden, mesh_shape, optimizer):
+def train_two_layers(rank, world_size, hidden, mesh_shape, optimizer, **options):
     torch.manual_seed(0)
     reference = TwoLayers(hidden).to(torch.float64)
-    model = sharded_two_layers(reference, mesh_shape)
+    model = sharded_two_layers(reference, mesh_shape, **options)
     tp = mesh_shape[-1]
     batches = float_batches(10, torch.float64)
     train_beside(rank, world_size, model, reference, optimizer, batches, ranks=world_size // tp, part=rank // tp)
@@ -54,6 +54,10 @@ def train_two_layers(rank, world_size, hidden, mesh_shape, optimizer):
 def test_trains_like_the_unsharded_model(mesh_shape, hidden):
     world_size = torch.Size(mesh_shape).numel()
     run_distributed(train_two_layers, world_size, hidden, mesh_shape, "adamw", timeout=120)
+
+
+def test_resharding_to_smaller_groups_keeps_to_the_own_tensor_parallel_rank():
+    run_distributed(train_two_layers, 8, 7, (4, 2), "sgd", reshard_after_forward=2, timeout=120)
 
 
 def placements_of_two_layers(rank, world_size, hidden, mesh_shape):

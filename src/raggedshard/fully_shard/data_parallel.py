@@ -61,6 +61,10 @@ class DataParallelRoles:
     def replicate_world_size(self) -> int:
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
+    @property
+    def replicate_rank(self) -> int:
+        return self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
+
     def joined_with(self, name: str, tp_mesh: Any, concatenate: Callable[[Sequence[Any]], Any]) -> Any:
         """The mesh of a parameter that tensor parallelism has cut too: data-parallel dims first.
 

@@ -1,35 +1,38 @@
 """The number of a unit inside its collectives, so that ranks that run different units notice.
 
-An all-gather carries the number itself. A reduction adds ranks up, so there the number travels as signs: one element
-of +1 or -1 per bit. The sum over n ranks is +n or -n in every element exactly if all ranks sent the same number.
+An all-gather carries the number itself. A reduction has a slot for each replica, which only that replica fills: a sum
+over replicas leaves the slots as they are. Digits are small, so that every floating-point dtype holds and adds them
+exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import SupportsComplex
 
-__all__ = ["CODE_LENGTH", "HEADER_BYTES", "code_agrees", "decode", "describe_mismatch", "encode"]
+__all__ = ["DIGITS", "HEADER_BYTES", "decode", "describe_mismatch", "encode"]
 
 HEADER_BYTES = 8
 """An all-gather's header: the unit's number as an int64."""
 
-CODE_LENGTH = 16
-"""Elements of the sign code: up to 65536 units."""
+DIGITS = 3
+"""Elements of a number in a reduction."""
+
+_BASE = 128
+"""bfloat16 holds all integers up to 256."""
 
 
 def encode(unit: int) -> list[float]:
-    """The sign code of a unit's number, least significant bit first."""
-    return [1.0 if unit >> bit & 1 else -1.0 for bit in range(CODE_LENGTH)]
+    """The digits of a unit's number, the least significant first."""
+    return [float(unit // _BASE**i % _BASE) for i in range(DIGITS)]
 
 
-def decode(code: Sequence[float]) -> int:
-    """The number in one rank's sign code."""
-    return sum(1 << bit for bit, sign in enumerate(code) if sign > 0)
-
-
-def code_agrees(total: Sequence[float], unit: int, ranks: int) -> bool:
-    """Whether the sum of ``ranks`` ranks' codes says that all sent ``unit``."""
-    return all(value == sign * ranks for value, sign in zip(total, encode(unit), strict=True))
+def decode(digits: Sequence[SupportsComplex]) -> int:
+    """The number in a rank's digits; -1 for something else, as from a rank that takes part in another collective."""
+    values = [complex(digit).real for digit in digits]
+    if not all(0 <= value < _BASE and value.is_integer() for value in values):
+        return -1
+    return sum(int(value) * _BASE**i for i, value in enumerate(values))
 
 
 def describe_mismatch(action: str, unit: int, names: Sequence[str], others: dict[int, int]) -> str:

@@ -73,11 +73,13 @@ _SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessG
 
 
 def _subgroup(dp_mesh: DataParallelMesh, size: int) -> dist.ProcessGroup:
-    """Groups of ``size`` neighbours along the shard dim, made once per mesh."""
+    """This rank's group of ``size`` neighbours along the shard dim, made once per mesh."""
     groups = _SUBGROUPS.setdefault(dp_mesh.shard_group, {})
     if size not in groups:
-        rows = dp_mesh.mesh.mesh.view(-1, size).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(rows)
+        ranks = dist.get_process_group_ranks(dp_mesh.shard_group)
+        first = dp_mesh.shard_rank // size * size
+        # Only members take part: other slices of the mesh (replicas, tensor-parallel ranks) make groups of their own.
+        group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         groups[size] = group
     return groups[size]

@@ -1,6 +1,6 @@
 """The parameters of one unit and the fused reduction of their gradients.
 
-    a chunk per rank:  | sign code, used flags, gradient of p0 for that rank (padded), ... |   one region per dtype
+    a chunk per rank:  | unit number, used flags, gradient of p0 for that rank (padded), ... |   one region per dtype
 
 Padding is zero in every chunk and read by neither end.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from raggedshard.fully_shard.identity import CODE_LENGTH, code_agrees, decode, describe_mismatch, encode
+from raggedshard.fully_shard.identity import DIGITS, decode, describe_mismatch, encode
 from raggedshard.fully_shard.layout import FusedLayout
 from raggedshard.fully_shard.reduction import Region, divisors, plan_regions
 from raggedshard.platform.torch.fully_shard.collectives import all_reduce_sum, exchange_chunks
@@ -103,8 +103,8 @@ class HSDPParamGroup(UnshardingGroup):
             p.take_unsharded_grad(p.reduce_dtype if self.accumulate_in_reduce_dtype else None)
 
     def _plan_chunk(self) -> tuple[list[_Region], int]:
-        """The regions of a chunk and its bytes; the first one starts with the unit's code and the used flags."""
-        planned = plan_regions(self.trainable, front=CODE_LENGTH)
+        """The regions of a chunk and its bytes; the first one starts with the unit's number and the used flags."""
+        planned = plan_regions(self.trainable, front=self._number_length)
         packed = FusedLayout.pack([(region.numel, region.dtype.itemsize) for region in planned])
         regions = [_Region(region, first) for region, first in zip(planned, packed.offsets, strict=True)]
         return regions, packed.chunk_bytes
@@ -120,7 +120,7 @@ class HSDPParamGroup(UnshardingGroup):
         chunks = torch.empty((size, chunk_bytes), dtype=torch.uint8, device=self.dp_mesh.device)
         params = [p for region in regions for p in region.plan.params]
         used = [p.unsharded_grad is not None for p in params]
-        front = torch.tensor([*encode(self.unit), *map(float, used)], dtype=regions[0].plan.dtype)
+        front = torch.tensor([*self._number(), *map(float, used)], dtype=regions[0].plan.dtype)
         regions[0].view(chunks)[:, : front.numel()] = front.to(chunks.device)
         for region in regions:
             self.reduce_scatter_copy_in(region, region.view(chunks))
@@ -173,12 +173,27 @@ class HSDPParamGroup(UnshardingGroup):
         for region, total in zip(reduction.regions, sums, strict=True):
             self.reduce_scatter_grad(region, total, used)
 
-    def _check_exchanged(self, reduction: _Reduction) -> None:
-        codes = reduction.regions[0].view(reduction.received)[:, :CODE_LENGTH].tolist()
-        units = [decode(code) for code in codes]
-        others = {rank: unit for rank, unit in enumerate(units) if unit != self.unit}
+    @property
+    def _number_length(self) -> int:
+        return DIGITS * self.dp_mesh.replicate_world_size
+
+    def _number(self) -> list[float]:
+        """The unit's number in this replica's slot."""
+        slots = [0.0] * self._number_length
+        first = DIGITS * self.dp_mesh.replicate_rank
+        slots[first : first + DIGITS] = encode(self.unit)
+        return slots
+
+    def _check_units(self, action: str, numbers: torch.Tensor) -> None:
+        """``numbers``, ``(ranks, DIGITS)``, must all be this unit's."""
+        others = {rank: unit for rank, unit in enumerate(map(decode, numbers.tolist())) if unit != self.unit}
         if others:
-            raise RuntimeError(describe_mismatch("gradient reduction", self.unit, self.unit_names, others))
+            raise RuntimeError(describe_mismatch(action, self.unit, self.unit_names, others))
+
+    def _check_exchanged(self, reduction: _Reduction) -> None:
+        first = DIGITS * self.dp_mesh.replicate_rank
+        received = reduction.regions[0].view(reduction.received)
+        self._check_units("gradient reduction", received[:, first : first + DIGITS])
 
     def _all_reduce(self, sums: list[torch.Tensor], reduction: _Reduction) -> bool:
         """Add up over the replicas; ``False`` while that waits for a later backward."""
@@ -196,15 +211,11 @@ class HSDPParamGroup(UnshardingGroup):
             return False
         group = self.dp_mesh.replicate_group
         assert group is not None
-        # Earlier backwards left their codes in the sum, so it starts anew for this one.
-        sums[0][:CODE_LENGTH] = torch.tensor(encode(self.unit), dtype=sums[0].dtype)
+        # Adding up over shard ranks and earlier backwards has multiplied the number, so it starts anew.
+        sums[0][: self._number_length] = torch.tensor(self._number(), dtype=sums[0].dtype)
         for total in sums:
             all_reduce_sum(total, group)
-        if not code_agrees(sums[0][:CODE_LENGTH].tolist(), self.unit, self.dp_mesh.replicate_world_size):
-            raise RuntimeError(
-                f"all-reduce of unit '{self.unit_names[self.unit]}': another replica reduces another unit. All ranks "
-                "must run the same units in the same order"
-            )
+        self._check_units("all-reduce", sums[0][: self._number_length].view(-1, DIGITS))
         return True
 
     def _used_anywhere(self, reduction: _Reduction, total: torch.Tensor) -> set[HSDPParamV2]:
@@ -212,7 +223,7 @@ class HSDPParamGroup(UnshardingGroup):
         params = [p for region in reduction.regions for p in region.plan.params]
         flags: Sequence[float] = [1.0] * len(params)
         if not all(reduction.used):
-            flags = total[CODE_LENGTH : CODE_LENGTH + len(params)].tolist()
+            flags = total[self._number_length : self._number_length + len(params)].real.tolist()
         return {p for p, flag in zip(params, flags, strict=True) if flag > 0}
 
     def reduce_scatter_grad(self, region: _Region, total: torch.Tensor, used: set[HSDPParamV2]) -> None:
