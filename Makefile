@@ -2,15 +2,9 @@
 
 VENV ?= .venv
 PYTHON ?= python3
-# The framework to install and run with. mindspore: the packages are in constraints.txt, nothing runs with it yet.
-BACKEND ?= torch
 
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed-$(BACKEND)
-
-ifneq ($(BACKEND),torch)
-$(error BACKEND=$(BACKEND): only torch runs today)
-endif
+INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test lint types
 
@@ -29,5 +23,5 @@ types: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(BACKEND),plot,test]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[torch,mindspore,plot,test]'
 	touch $@
