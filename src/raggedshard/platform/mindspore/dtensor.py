@@ -235,7 +235,7 @@ class DTensor(Tensor):
             )
 
     def clone(self, init: Any = "same") -> DTensor:
-        """A Parameter that lies as this one does: what optimizers make their states with.
+        """Another that lies as this one does, a Parameter if this is one: optimizers make their states so.
 
         Args:
             init: ``"same"`` for this one's values, or what ``mindspore.common.initializer`` takes.
@@ -247,8 +247,7 @@ class DTensor(Tensor):
             values = local.copy()
         else:
             values = initializer(init, tuple(local.shape), self.dtype).init_data()
-        name = self.name if isinstance(self, Parameter) else None
-        return Parameter(wrap_local(values, self._layout), name=name, requires_grad=self.requires_grad)
+        return _like(self, values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         self._require_values()
