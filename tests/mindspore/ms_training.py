@@ -1,8 +1,5 @@
 """Trains a sharded cell beside the unsharded one on the same global batches and compares all there is."""
 
-# MindSpore's annotations say None of Dense's parts and int where it takes floats.
-# pyright: reportOptionalCall=false, reportArgumentType=false, reportReturnType=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -8,7 +8,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 from harness import run_distributed
-from ms_training import mesh_of, square_loss
+from ms_training import gradients, mesh_of, square_loss
 from raggedshard.mindspore import (
     DTensor,
     RaggedShard,
@@ -200,7 +200,7 @@ def poisoned(rank, world_size, with_poison):
                 padding = p._sharded_param_data.asnumpy()[int(np.prod(p.sharded_size)) :]
                 padding.setflags(write=True)
                 padding[...] = np.nan
-        loss, grads = ms.value_and_grad(lambda: square_loss(cell, x), None, params)()
+        loss, grads = gradients("value_and_grad", cell, square_loss, x)
         optimizer(grads)
     padding = [p._sharded_param_data.asnumpy()[int(np.prod(p.sharded_size)) :] for p in params_of(cell).values()]
     return loss.asnumpy(), [p.full_tensor().asnumpy() for p in params], [part.tolist() for part in padding]

@@ -1,7 +1,5 @@
 """The DTensor of MindSpore, its errors, and the traps of MindSpore that it guards against."""
 
-# pyright: reportOptionalCall=false, reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import copy

@@ -1,7 +1,5 @@
 """Units on MindSpore in every order of use: prefetch, recompute, deferred init, ties, several uses, accumulation."""
 
-# pyright: reportOptionalCall=false, reportArgumentType=false
-
 from __future__ import annotations
 
 import itertools

@@ -1,7 +1,5 @@
 """fully_shard on MindSpore trains like the unsharded cell (Level0 of the requirement's section 9)."""
 
-# pyright: reportOptionalCall=false, reportArgumentType=false
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,10 +1,7 @@
 """PyTorch and MindSpore from the same weights and batches: the same layouts exactly, the same numbers closely."""
 
-# pyright: reportOptionalCall=false, reportArgumentType=false
-
 from __future__ import annotations
 
-import mindspore as ms
 import numpy as np
 import pytest
 import torch
@@ -13,7 +10,7 @@ from mindspore.experimental import optim
 
 import raggedshard.torch as rt
 from harness import run_distributed
-from ms_training import mean_over_ranks, mesh_of
+from ms_training import gradients, mean_over_ranks, mesh_of, square_loss
 from raggedshard.mindspore import fully_shard
 
 SHAPES = {"up": (7, 8), "mid": (5, 7), "few": (2, 5), "even": (8, 5), "down": (3, 10)}
@@ -110,7 +107,7 @@ def train_mindspore(rank, world_size, replicas):
     rows = 12 // world_size
     for batch in batches():
         x = Tensor(batch[rank * rows : (rank + 1) * rows])
-        loss, grads = ms.value_and_grad(lambda: ops.square(model(x)).mean(), None, params)()  # noqa: B023  runs here
+        loss, grads = gradients("value_and_grad", model, square_loss, x)
         layouts = layouts or layouts_of(model._fsdp_states(), lambda p: p.roles.shard_rank)
         optimizer(grads)
         losses.append(mean_over_ranks(loss, world_size))
