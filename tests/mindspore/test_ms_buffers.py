@@ -8,7 +8,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 from harness import run_distributed
-from ms_training import gradients, mesh_of, square_loss
+from ms_training import LIMIT, gradients, mesh_of, square_loss
 from raggedshard.mindspore import (
     DTensor,
     RaggedShard,
@@ -62,7 +62,7 @@ def sharded_facts(rank, world_size, replicas):
 
 
 def test_fsdp_placements_sizes_offsets_and_padding():
-    ranks = run_distributed(sharded_facts, 4, 1, framework="mindspore")
+    ranks = run_distributed(sharded_facts, 4, 1, framework="mindspore", timeout=LIMIT)
     assert [rank["uneven"]["actual"] for rank in ranks] == [(2, 2), (2, 2), (2, 2), (1, 2)]
     assert [rank["uneven"]["offset"] for rank in ranks] == [0, 2, 4, 6]
     assert [rank["few"]["actual"] for rank in ranks] == [(1, 3), (1, 3), (0, 3), (0, 3)]
@@ -81,7 +81,7 @@ def test_fsdp_placements_sizes_offsets_and_padding():
 
 
 def test_hsdp_puts_replicate_in_front():
-    for index, rank in enumerate(run_distributed(sharded_facts, 4, 2, framework="mindspore")):
+    for index, rank in enumerate(run_distributed(sharded_facts, 4, 2, framework="mindspore", timeout=LIMIT)):
         assert rank["uneven"]["placements"] == (Replicate(), RaggedShard((0,), (4, 3)))
         assert rank["few"]["placements"] == rank["even"]["placements"] == (Replicate(), Shard(0))
         assert rank["uneven"]["actual"] == ((4, 2), (3, 2))[index % 2]
@@ -97,7 +97,7 @@ def tensor_parallel_facts(rank, world_size, mesh_shape, names):
 
 
 def test_tensor_parallel_placements_are_kept():
-    ranks = run_distributed(tensor_parallel_facts, 4, (2, 2), ("shard", "tp"), framework="mindspore")
+    ranks = run_distributed(tensor_parallel_facts, 4, (2, 2), ("shard", "tp"), framework="mindspore", timeout=LIMIT)
     for rank in ranks:
         # 7 rows: TP blocks of 4 and 3, each cut in two: 2 2 and 2 1.
         assert rank["rows"]["placements"] == (RaggedStridedShard((0,), (2, 2, 2, 1), 2), Shard(0))
@@ -115,7 +115,9 @@ def test_tensor_parallel_placements_are_kept():
 
 
 def test_tensor_parallel_placements_under_hsdp():
-    ranks = run_distributed(tensor_parallel_facts, 4, (2, 1, 2), ("replicate", "shard", "tp"), framework="mindspore")
+    ranks = run_distributed(
+        tensor_parallel_facts, 4, (2, 1, 2), ("replicate", "shard", "tp"), framework="mindspore", timeout=LIMIT
+    )
     for rank in ranks:
         assert rank["rows"]["placements"] == (Replicate(), RaggedStridedShard((0,), (4, 3), 2), Shard(0))
         assert rank["columns"]["placements"] == (Replicate(), Shard(0), Shard(1))
@@ -144,7 +146,7 @@ def fused_buffers(rank, world_size):
 
 
 def test_collectives_carry_padded_sizes_and_hand_out_actual_ones():
-    ranks = run_distributed(fused_buffers, 2, framework="mindspore")
+    ranks = run_distributed(fused_buffers, 2, framework="mindspore", timeout=LIMIT)
     for rank, (inputs, whole, seen, starts, fused, grads) in enumerate(ranks):
         # Padded sizes 3 x 2, 1 x 3 and 2 x 1, behind one used flag per parameter.
         assert {name: data.shape for name, data in inputs.items()} == {"uneven": (6,), "few": (3,), "even": (2,)}
@@ -175,7 +177,7 @@ def other_dim(rank, world_size):
 
 
 def test_requested_placements():
-    ranks = run_distributed(other_dim, 2, framework="mindspore")
+    ranks = run_distributed(other_dim, 2, framework="mindspore", timeout=LIMIT)
     for named, values, grads in ranks:
         assert named["columns"]["placements"] == (Shard(1),)
         assert named["units"]["placements"] == (RaggedShard((0,), (1, 2)),)
@@ -207,8 +209,8 @@ def poisoned(rank, world_size, with_poison):
 
 
 def test_poisoned_padding_changes_nothing_and_is_zero_afterwards():
-    clean = run_distributed(poisoned, 4, False, framework="mindspore", timeout=120)
-    dirty = run_distributed(poisoned, 4, True, framework="mindspore", timeout=120)
+    clean = run_distributed(poisoned, 4, False, framework="mindspore", timeout=LIMIT)
+    dirty = run_distributed(poisoned, 4, True, framework="mindspore", timeout=LIMIT)
     for (loss, values, _), (dirty_loss, dirty_values, padding) in zip(clean, dirty, strict=True):
         assert np.isfinite(dirty_loss).all() and loss == dirty_loss
         for value, dirty_value in zip(values, dirty_values, strict=True):
@@ -229,7 +231,7 @@ def rebuilt(rank, world_size):
 
 
 def test_reset_rebuilds_the_storage_after_a_cast():
-    for rank, (named, dtypes) in enumerate(run_distributed(rebuilt, 2, framework="mindspore")):
+    for rank, (named, dtypes) in enumerate(run_distributed(rebuilt, 2, framework="mindspore", timeout=LIMIT)):
         assert dtypes == ["Float16", "Float16"]
         assert all(found["shares"] and found["data"].dtype == np.float16 for found in named.values())
         assert named["uneven"]["data"].tolist() == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 0, 0]][rank]
@@ -255,6 +257,6 @@ def gradients_of(rank, world_size, replicas):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_gradients_lie_as_their_parameters(replicas):
-    for values in run_distributed(gradients_of, 4, replicas, framework="mindspore"):
+    for values in run_distributed(gradients_of, 4, replicas, framework="mindspore", timeout=LIMIT):
         for value in values.values():
             np.testing.assert_array_equal(value, np.full(value.shape, 2 * np.mean([1, 2, 3, 4]), np.float32))

@@ -8,6 +8,7 @@ import pytest
 from mindspore import Tensor
 
 from harness import run_distributed, world_sizes
+from ms_training import LIMIT
 from raggedshard.platform.mindspore.collectives import (
     agree,
     all_gather,
@@ -45,7 +46,9 @@ def collectives(rank, world_size, dtype):
 def test_collectives_compute_what_they_name(world_size, dtype):
     ranks = np.arange(world_size)[:, None]
     base = np.arange(6)
-    for rank, results in enumerate(run_distributed(collectives, world_size, dtype, framework="mindspore")):
+    for rank, results in enumerate(
+        run_distributed(collectives, world_size, dtype, framework="mindspore", timeout=LIMIT)
+    ):
         gathered, scattered, total, largest, sent = results
         assert gathered.dtype == np.dtype(dtype)
         np.testing.assert_array_equal(gathered, base + ranks)
@@ -64,7 +67,7 @@ def collectives_of_views(rank, world_size):
 
 
 def test_collectives_read_views():
-    for total, gathered in run_distributed(collectives_of_views, 2, framework="mindspore"):
+    for total, gathered in run_distributed(collectives_of_views, 2, framework="mindspore", timeout=LIMIT):
         np.testing.assert_array_equal(total, [8, 10, 12, 14])
         np.testing.assert_array_equal(gathered, [[4, 5, 6, 7]] * 2)
 
@@ -76,7 +79,7 @@ def empty_collectives(rank, world_size):
 
 
 def test_empty_tensors_need_no_communication():
-    assert run_distributed(empty_collectives, 2, framework="mindspore") == [([(0, 3)] * 2, (0, 3))] * 2
+    assert run_distributed(empty_collectives, 2, framework="mindspore", timeout=LIMIT) == [([(0, 3)] * 2, (0, 3))] * 2
 
 
 def disagree(rank, world_size):
@@ -85,7 +88,7 @@ def disagree(rank, world_size):
 
 def test_agree_tells_every_rank_what_the_others_say():
     expected = [(0, 2**62), (1, 2**62 - 1)]
-    assert run_distributed(disagree, 2, framework="mindspore") == [expected] * 2
+    assert run_distributed(disagree, 2, framework="mindspore", timeout=LIMIT) == [expected] * 2
 
 
 def sums_over_mesh_dims(rank, world_size, shape, names):
@@ -96,7 +99,9 @@ def sums_over_mesh_dims(rank, world_size, shape, names):
 
 
 def test_a_2d_mesh_has_rows_and_columns():
-    results = run_distributed(sums_over_mesh_dims, 4, (2, 2), ("replicate", "shard"), framework="mindspore")
+    results = run_distributed(
+        sums_over_mesh_dims, 4, (2, 2), ("replicate", "shard"), framework="mindspore", timeout=LIMIT
+    )
     assert results == [
         ((0, 0), [2.0, 1.0], [0, 0]),
         ((0, 1), [4.0, 1.0], [0, 1]),
@@ -106,7 +111,9 @@ def test_a_2d_mesh_has_rows_and_columns():
 
 
 def test_a_3d_mesh_has_a_group_along_every_dim():
-    results = run_distributed(sums_over_mesh_dims, 4, (2, 1, 2), ("replicate", "shard", "tp"), framework="mindspore")
+    results = run_distributed(
+        sums_over_mesh_dims, 4, (2, 1, 2), ("replicate", "shard", "tp"), framework="mindspore", timeout=LIMIT
+    )
     assert [sums for _, sums, _ in results] == [[2.0, 0.0, 1.0], [4.0, 1.0, 1.0], [2.0, 2.0, 5.0], [4.0, 3.0, 5.0]]
 
 
@@ -122,7 +129,7 @@ def slices(rank, world_size):
 
 
 def test_slices_of_a_mesh_hold_this_rank_and_join_again():
-    ranks = run_distributed(slices, 4, framework="mindspore")
+    ranks = run_distributed(slices, 4, framework="mindspore", timeout=LIMIT)
     assert [rank[:2] for rank in ranks] == [
         ([[0], [2]], [0, 1]),
         ([[1], [3]], [0, 1]),

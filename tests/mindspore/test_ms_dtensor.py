@@ -13,7 +13,7 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from harness import run_distributed, run_ranks
-from ms_training import OddMLP, float_batches, gradients, mesh_of, own_part, shard_odd_mlp, square_loss, twin
+from ms_training import LIMIT, OddMLP, float_batches, gradients, mesh_of, own_part, shard_odd_mlp, square_loss, twin
 from raggedshard.mindspore import (
     DTensor,
     Partial,
@@ -35,7 +35,7 @@ def numbered(*shape):
 
 def test_importing_the_face_imports_no_torch():
     code = "import sys, raggedshard.mindspore; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 LAYOUTS = [
@@ -68,7 +68,7 @@ def redistributes(rank, world_size):
 
 
 def test_any_layout_to_any_other():
-    run_distributed(redistributes, 4, framework="mindspore", timeout=120)
+    run_distributed(redistributes, 4, framework="mindspore", timeout=LIMIT)
 
 
 def differentiates(rank, world_size):
@@ -88,7 +88,7 @@ def differentiates(rank, world_size):
 
 
 def test_layout_changes_are_differentiable():
-    run_distributed(differentiates, 2, framework="mindspore", timeout=120)
+    run_distributed(differentiates, 2, framework="mindspore", timeout=LIMIT)
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def refuses(rank, world_size):
 
 
 def test_errors_name_the_parameter_and_the_remedy():
-    run_distributed(refuses, 2, framework="mindspore", timeout=120)
+    run_distributed(refuses, 2, framework="mindspore", timeout=LIMIT)
 
 
 class TwoUnits(nn.Cell):
@@ -237,7 +237,7 @@ def one_rank_skips(rank, world_size):
 
 
 def test_a_unit_that_one_rank_skips_is_an_error_and_no_mix():
-    outcomes = run_ranks(one_rank_skips, 2, framework="mindspore", timeout=90)
+    outcomes = run_ranks(one_rank_skips, 2, framework="mindspore", timeout=LIMIT)
     assert all(outcome.kind in ("raised", "died") for outcome in outcomes)
     told = [outcome for outcome in outcomes if outcome.kind == "raised"]
     assert any("runs" in outcome.error and "second" in outcome.report for outcome in told), told
@@ -257,7 +257,7 @@ def one_rank_skips_a_parameter(rank, world_size):
 
 
 def test_a_parameter_that_one_rank_skips_counts_as_zero_there():
-    run_distributed(one_rank_skips_a_parameter, 2, framework="mindspore", timeout=90)
+    run_distributed(one_rank_skips_a_parameter, 2, framework="mindspore", timeout=LIMIT)
 
 
 def frees_memory(rank, world_size):
@@ -283,7 +283,7 @@ def frees_memory(rank, world_size):
 
 
 def test_unsharded_weights_are_freed_between_forward_and_backward():
-    run_distributed(frees_memory, 2, framework="mindspore", timeout=90)
+    run_distributed(frees_memory, 2, framework="mindspore", timeout=LIMIT)
 
 
 def test_a_gradient_that_comes_too_late_for_value_and_grad_is_an_error():

@@ -11,6 +11,7 @@ from mindspore import Tensor, nn, ops
 
 from harness import run_distributed
 from ms_training import (
+    LIMIT,
     OddMLP,
     assert_same_parameters,
     float_batches,
@@ -107,12 +108,12 @@ def train_stack(rank, world_size, case, style, replicas):
 @pytest.mark.parametrize("case", CASES)
 def test_trains_like_the_unsharded_cell(case, style):
     world_size = 4 if "groups" in case else 2
-    run_distributed(train_stack, world_size, case, style, 1, framework="mindspore", timeout=120)
+    run_distributed(train_stack, world_size, case, style, 1, framework="mindspore", timeout=LIMIT)
 
 
 @pytest.mark.parametrize("case", ["forward and backward prefetch", "mindspore.recompute with prefetch"])
 def test_hsdp_trains_like_the_unsharded_cell(case):
-    run_distributed(train_stack, 4, case, "backward", 2, framework="mindspore", timeout=120)
+    run_distributed(train_stack, 4, case, "backward", 2, framework="mindspore", timeout=LIMIT)
 
 
 def train_deferred(rank, world_size, how):
@@ -137,7 +138,7 @@ def train_deferred(rank, world_size, how):
 
 @pytest.mark.parametrize("how", ["no_init", "meta"])
 def test_deferred_initialisation_gives_the_values_of_an_eager_one(how):
-    run_distributed(train_deferred, 2, how, framework="mindspore", timeout=120)
+    run_distributed(train_deferred, 2, how, framework="mindspore", timeout=LIMIT)
 
 
 class Tied(nn.Cell):
@@ -177,7 +178,7 @@ def train_tied(rank, world_size, style):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_tied_and_frozen_parameters(style):
-    run_distributed(train_tied, 2, style, framework="mindspore", timeout=120)
+    run_distributed(train_tied, 2, style, framework="mindspore", timeout=LIMIT)
 
 
 def accumulate(rank, world_size, replicas, how):
@@ -207,7 +208,7 @@ def accumulate(rank, world_size, replicas, how):
     ("world_size", "replicas", "how"), [(2, 1, "sync"), (2, 1, "no sync"), (4, 2, "no sync"), (4, 2, "no all-reduce")]
 )
 def test_gradients_accumulate(world_size, replicas, how):
-    run_distributed(accumulate, world_size, replicas, how, framework="mindspore", timeout=120)
+    run_distributed(accumulate, world_size, replicas, how, framework="mindspore", timeout=LIMIT)
 
 
 def half_precision(rank, world_size, reduce_dtype):
@@ -230,7 +231,7 @@ def half_precision(rank, world_size, reduce_dtype):
 
 @pytest.mark.parametrize("reduce_dtype", [None, ms.float32], ids=str)
 def test_mixed_precision_computes_in_float16_and_keeps_float32(reduce_dtype):
-    run_distributed(half_precision, 2, reduce_dtype, framework="mindspore", timeout=120)
+    run_distributed(half_precision, 2, reduce_dtype, framework="mindspore", timeout=LIMIT)
 
 
 def checkpoint_round_trip(rank, world_size, path):
@@ -251,7 +252,7 @@ def checkpoint_round_trip(rank, world_size, path):
 
 
 def test_a_cells_own_parameter_dict_goes_out_and_in(tmp_path):
-    run_distributed(checkpoint_round_trip, 4, str(tmp_path / "model.ckpt"), framework="mindspore", timeout=120)
+    run_distributed(checkpoint_round_trip, 4, str(tmp_path / "model.ckpt"), framework="mindspore", timeout=LIMIT)
 
 
 def clip(rank, world_size, norm_type):
@@ -272,7 +273,7 @@ def clip(rank, world_size, norm_type):
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clipping_sees_all_ranks_and_no_garbage_of_empty_shards(norm_type):
-    run_distributed(clip, 4, norm_type, framework="mindspore", timeout=120)
+    run_distributed(clip, 4, norm_type, framework="mindspore", timeout=LIMIT)
 
 
 def evaluates(rank, world_size):
@@ -286,4 +287,4 @@ def evaluates(rank, world_size):
 
 
 def test_evaluation():
-    assert run_distributed(evaluates, 2, framework="mindspore") == [[(3, 5)]] * 2
+    assert run_distributed(evaluates, 2, framework="mindspore", timeout=LIMIT) == [[(3, 5)]] * 2

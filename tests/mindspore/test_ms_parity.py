@@ -10,7 +10,7 @@ from mindspore.experimental import optim
 
 import raggedshard.torch as rt
 from harness import run_distributed
-from ms_training import gradients, mean_over_ranks, mesh_of, square_loss
+from ms_training import LIMIT, gradients, mean_over_ranks, mesh_of, square_loss
 from raggedshard.mindspore import fully_shard
 
 SHAPES = {"up": (7, 8), "mid": (5, 7), "few": (2, 5), "even": (8, 5), "down": (3, 10)}
@@ -116,8 +116,8 @@ def train_mindspore(rank, world_size, replicas):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_torch_and_mindspore_agree(replicas):
-    ours = run_distributed(train_mindspore, 4, replicas, framework="mindspore", timeout=150)
-    theirs = run_distributed(train_torch, 4, replicas, timeout=150)
+    ours = run_distributed(train_mindspore, 4, replicas, framework="mindspore", timeout=LIMIT)
+    theirs = run_distributed(train_torch, 4, replicas, timeout=LIMIT)
     for (losses, layouts, values), (torch_losses, torch_layouts, torch_values) in zip(ours, theirs, strict=True):
         assert layouts == torch_layouts
         np.testing.assert_allclose(losses, torch_losses, rtol=0, atol=1e-5)
