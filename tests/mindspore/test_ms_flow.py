@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import mindspore as ms
@@ -213,10 +214,12 @@ def test_gradients_accumulate(world_size, replicas, how):
 
 def half_precision(rank, world_size, reduce_dtype):
     reference, model = twin(OddMLP)
-    policy = MixedPrecisionPolicy(param_dtype=ms.float16, reduce_dtype=reduce_dtype, output_dtype=ms.float32)
+    policy = MixedPrecisionPolicy(param_dtype=ms.float16, reduce_dtype=reduce_dtype)
     seen = []
     model.mid.register_forward_pre_hook(lambda cell, args: seen.append((cell.weight.dtype, args[0].dtype)))
-    shard_odd_mlp(model, mesh=mesh_of(world_size), mp_policy=policy)
+    mesh = mesh_of(world_size)
+    fully_shard(model.up, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=dataclasses.replace(policy, output_dtype=ms.float32))
     (batch,) = float_batches(1)
     expected, expected_grads = gradients("value_and_grad", reference, square_loss, batch)
     loss, grads = gradients("value_and_grad", model, square_loss, own_part(batch, rank, world_size))

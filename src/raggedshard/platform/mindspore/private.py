@@ -84,8 +84,11 @@ def grad_of(leaf: Tensor) -> Tensor | None:
     return leaf._grad
 
 
-def set_grad(leaf: Tensor, grad: Tensor | None) -> None:
+def set_grad(leaf: Any, grad: Tensor | None) -> None:
+    """Replace what backwards accumulated; ``None`` clears it."""
     leaf._grad = grad
+    # The leaf holds the value only; reading it fails once the Python object of a tensor subclass is gone.
+    leaf._grad_object = grad
 
 
 def subclass(cls: type, local: Tensor) -> Any:
