@@ -6,13 +6,16 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types
+.PHONY: demo test test-long lint types
 
 demo: $(INSTALLED)
 	$(BIN)/raggedshard train --out out
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -m long
 
 lint: types
 	$(BIN)/ruff check

@@ -103,6 +103,7 @@ def train_gpt(rank, world_size, style, replicas):
     return train_beside(rank, world_size, model, reference, "AdamW", batches, style, next_token_loss)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "replicas", "style"), [(3, 1, "value_and_grad"), (4, 1, "backward"), (4, 2, "value_and_grad")]
 )

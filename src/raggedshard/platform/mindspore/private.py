@@ -79,16 +79,19 @@ def accumulates_in_leaves() -> bool:
     return _leaf_backwards > 0
 
 
-def grad_of(leaf: Tensor) -> Tensor | None:
-    """What backwards accumulated in a leaf."""
-    return leaf._grad
+def grad_of(leaf: Any) -> Any:
+    """What backwards accumulated in a leaf, on top of what `set_grad` put there."""
+    accumulated, held = leaf._grad, getattr(leaf, "_held_grad", None)
+    if accumulated is None or held is None:
+        return held if accumulated is None else accumulated
+    return held + accumulated
 
 
 def set_grad(leaf: Any, grad: Tensor | None) -> None:
     """Replace what backwards accumulated; ``None`` clears it."""
-    leaf._grad = grad
-    # The leaf holds the value only; reading it fails once the Python object of a tensor subclass is gone.
-    leaf._grad_object = grad
+    leaf._grad = None
+    # Held here: MindSpore cannot read a tensor of a subclass back from a leaf that it did not put there itself.
+    leaf._held_grad = grad
 
 
 def subclass(cls: type, local: Tensor) -> Any:
