@@ -23,9 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from harness import run_distributed, world_sizes
 from raggedshard.platform.torch.fully_shard import param_group, unsharding
 from raggedshard.torch import FSDPModule, fully_shard, init_device_mesh
-from training import assert_same_parameters, float_batches, mesh_of, square_loss, train_beside
+from training import Tolerances, assert_same_parameters, float_batches, mesh_of, square_loss, train_beside
 
 WIDTH = 7
+LEVELS = [("adamw", torch.float64), ("sgd", torch.float32)]
+"""Adam divides by the gradient's size, so that in float32 it shows rounding where a gradient is near zero."""
 
 
 class Block(nn.Module):
@@ -84,15 +86,15 @@ def set_prefetch(model: Stack, kind: str) -> None:
             block.set_modules_to_backward_prefetch([block, block])
 
 
-def train_with_prefetch(rank, world_size, kind, replicas):
+def train_with_prefetch(rank, world_size, kind, replicas, optimizer="adamw", dtype=torch.float64):
     torch.manual_seed(0)
-    reference = Stack().double()
+    reference = Stack().to(dtype)
     model = copy.deepcopy(reference)
     shard_stack(model, mesh=mesh_of(world_size, replicas))
     set_prefetch(model, kind)
-    train_beside(rank, world_size, model, reference, "adamw", float_batches(10, torch.float64))
+    train_beside(rank, world_size, model, reference, optimizer, float_batches(10, dtype), dtype=dtype)
     with torch.no_grad():  # a unit that was prefetched for nothing goes back as well
-        model(torch.zeros(1, 8, dtype=torch.float64))
+        model(torch.zeros(1, 8, dtype=dtype))
     assert not any(state.group.is_unsharded for state in cast(FSDPModule, model)._fsdp_states() if state.group)
 
 
@@ -102,8 +104,9 @@ def test_any_prefetch_order_trains_like_the_unsharded_model(world_size, kind):
     run_distributed(train_with_prefetch, world_size, kind, 1)
 
 
-def test_prefetch_with_hsdp():
-    run_distributed(train_with_prefetch, 4, "right", 2)
+@pytest.mark.parametrize(("optimizer", "dtype"), LEVELS, ids=str)
+def test_prefetch_with_hsdp(optimizer, dtype):
+    run_distributed(train_with_prefetch, 4, "right", 2, optimizer, dtype)
 
 
 def wrap_blocks(model: Stack, impl: CheckpointImpl) -> None:
@@ -115,11 +118,12 @@ def wrap_blocks(model: Stack, impl: CheckpointImpl) -> None:
     )
 
 
-def train_recomputed(rank, world_size, how, steps):
+def train_recomputed(rank, world_size, how, steps, dtype):
     torch.manual_seed(0)
-    reference = Stack().double()
+    rtol, atol = Tolerances.of(dtype, adam=False).gradients
+    reference = Stack().to(dtype)
     kind, _, where = how.partition("/")
-    model = Stack(kind if where == "call" else "none").double()
+    model = Stack(kind if where == "call" else "none").to(dtype)
     model.load_state_dict(reference.state_dict())
     mesh = mesh_of(world_size)
     impl = CheckpointImpl.REENTRANT if kind == "reentrant" else CheckpointImpl.NO_REENTRANT
@@ -134,13 +138,13 @@ def train_recomputed(rank, world_size, how, steps):
     named = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
     assert list(named) == [name for name, _ in reference.named_parameters()]
     alive = []
-    for batch in float_batches(steps, torch.float64):
+    for batch in float_batches(steps, dtype):
         square_loss(reference, batch).backward()
         with counted_collectives() as calls:
             square_loss(model, batch.chunk(world_size)[rank]).backward()
         gathers, reductions = calls["all_gather_chunks"], calls["exchange_chunks"]
         for name, p in reference.named_parameters():
-            torch.testing.assert_close(cast(Any, named[name].grad).full_tensor(), p.grad, rtol=0, atol=1e-9)
+            torch.testing.assert_close(cast(Any, named[name].grad).full_tensor(), p.grad, rtol=rtol, atol=atol)
         with torch.no_grad():
             for name, p in reference.named_parameters():
                 p.sub_(p.grad, alpha=0.1)  # pyright: ignore
@@ -172,7 +176,7 @@ def counted_collectives() -> Iterator[Counter]:
         yield calls
 
 
-@world_sizes(2, 3)
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (3, torch.float64)])
 @pytest.mark.parametrize(
     "how",
     [
@@ -185,11 +189,11 @@ def counted_collectives() -> Iterator[Counter]:
         "non-reentrant/unit outside",
     ],
 )
-def test_recomputation_costs_no_collective_and_leaks_nothing(world_size, how):
-    for gathers, reductions, alive in run_distributed(train_recomputed, world_size, how, 5):
+def test_recomputation_costs_no_collective_and_leaks_nothing(world_size, how, dtype):
+    for gathers, reductions, alive in run_distributed(train_recomputed, world_size, how, 10, dtype):
         # four blocks gather in forward and in backward, the root once
         assert (gathers, reductions) == (9, 5)
-        assert alive[-1] <= alive[1]
+        assert alive[-1] - alive[1] < len(alive) - 2  # caches come and go, but nothing stays of every step
 
 
 def reset_all(model: nn.Module) -> None:
@@ -198,13 +202,14 @@ def reset_all(model: nn.Module) -> None:
             module.reset_parameters()
 
 
-def train_after_deferred_init(rank, world_size, replicas, optimizer_first):
+def train_after_deferred_init(rank, world_size, replicas, optimizer_first, dtype=torch.float64):
     torch.manual_seed(0)
-    reference = Stack().double()
+    tolerances = Tolerances.of(dtype, adam=True)
+    reference = Stack().to(dtype)
     torch.manual_seed(3)
     reset_all(reference)
     with torch.device("meta"):
-        model = Stack().double()
+        model = Stack().to(dtype)
     shard_stack(model, mesh=mesh_of(world_size, replicas))
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if optimizer_first else None
@@ -215,14 +220,14 @@ def train_after_deferred_init(rank, world_size, replicas, optimizer_first):
     assert_same_parameters(model, reference, 0, 0)
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
-    for batch in float_batches(5, torch.float64):
+    for batch in float_batches(10, dtype):
         square_loss(reference, batch).backward()
         square_loss(model, batch.chunk(world_size)[rank]).backward()
         optimizer.step()
         theirs.step()
         optimizer.zero_grad()
         theirs.zero_grad()
-        assert_same_parameters(model, reference, 0, 1e-9)
+        assert_same_parameters(model, reference, *tolerances.parameters)
 
 
 @world_sizes(1, 2, 3, 4)
@@ -231,8 +236,9 @@ def test_deferred_init_gives_the_values_of_the_unsharded_model(world_size, optim
     run_distributed(train_after_deferred_init, world_size, 1, optimizer_first)
 
 
-def test_deferred_init_with_hsdp():
-    run_distributed(train_after_deferred_init, 4, 2, False)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_deferred_init_with_hsdp(dtype):
+    run_distributed(train_after_deferred_init, 4, 2, False, dtype)
 
 
 def forgotten_meta_parameter(rank, world_size):

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from harness import run_distributed
 from raggedshard.torch import DeviceMesh, fully_shard, init_device_mesh
-from training import GLOBAL_BATCH, assert_same_gradients, assert_same_parameters
+from training import GLOBAL_BATCH, Tolerances, assert_same_gradients, assert_same_parameters
 
 VOCABULARY, WIDTH, LENGTH = 13, 6, 4
 
@@ -96,9 +96,10 @@ def cross_entropy(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor)
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def train(rank: int, world_size: int, mesh_shape: tuple[int, ...]) -> None:
+def train(rank: int, world_size: int, mesh_shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    reference = SequenceModel().double()
+    tolerances = Tolerances.of(dtype, adam=True)
+    reference = SequenceModel().to(dtype)
     names = ("dp", "tp") if len(mesh_shape) == 2 else ("replicate", "shard", "tp")
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     model = copy.deepcopy(reference)
@@ -110,16 +111,16 @@ def train(rank: int, world_size: int, mesh_shape: tuple[int, ...]) -> None:
     fully_shard(model, mesh=dp_mesh)
     layouts, plain_layouts = watch_layouts(model), watch_layouts(plain_tp)
     part, ranks = rank // mesh_shape[-1], world_size // mesh_shape[-1]
-    own = torch.optim.AdamW(model.parameters(), lr=0.01)
-    theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    own = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.01, eps=1e-4)
     for tokens, targets in token_batches(10):
         cross_entropy(reference, tokens, targets).backward()
         with loss_parallel():
             cross_entropy(model, tokens.chunk(ranks)[part], targets.chunk(ranks)[part]).backward()
-        assert_same_gradients(model, reference, 0, 1e-9)
+        assert_same_gradients(model, reference, *tolerances.gradients)
         own.step()
         theirs.step()
-        assert_same_parameters(model, reference, 0, 1e-9)
+        assert_same_parameters(model, reference, *tolerances.parameters)
         own.zero_grad()
         theirs.zero_grad()
         with torch.no_grad():
@@ -128,6 +129,7 @@ def train(rank: int, world_size: int, mesh_shape: tuple[int, ...]) -> None:
     assert layouts["mixers.0.norm"][0][:2] == ((Shard(1),), (Shard(1),))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 2), (3, 2), (2, 2, 2)], ids=str)
-def test_sequence_and_loss_parallel_train_like_the_unsharded_model(mesh_shape):
-    run_distributed(train, torch.Size(mesh_shape).numel(), mesh_shape, timeout=120)
+def test_sequence_and_loss_parallel_train_like_the_unsharded_model(mesh_shape, dtype):
+    run_distributed(train, torch.Size(mesh_shape).numel(), mesh_shape, dtype, timeout=120)

@@ -40,13 +40,14 @@ def sharded_two_layers(reference: TwoLayers, mesh_shape: tuple[int, ...], **opti
     return fully_shard(model, mesh=dp_mesh, **options)
 
 
-def train_two_layers(rank, world_size, hidden, mesh_shape, optimizer, **options):
+def train_two_layers(rank, world_size, hidden, mesh_shape, optimizer, dtype=torch.float64, **options):
     torch.manual_seed(0)
-    reference = TwoLayers(hidden).to(torch.float64)
+    reference = TwoLayers(hidden).to(dtype)
     model = sharded_two_layers(reference, mesh_shape, **options)
     tp = mesh_shape[-1]
-    batches = float_batches(10, torch.float64)
-    train_beside(rank, world_size, model, reference, optimizer, batches, ranks=world_size // tp, part=rank // tp)
+    ranks, part = world_size // tp, rank // tp
+    batches = float_batches(10, dtype)
+    train_beside(rank, world_size, model, reference, optimizer, batches, dtype=dtype, ranks=ranks, part=part)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 2), (2, 1), (3, 1), (1, 3), (3, 2), (2, 3), (2, 2, 2)], ids=str)
@@ -54,6 +55,11 @@ def train_two_layers(rank, world_size, hidden, mesh_shape, optimizer, **options)
 def test_trains_like_the_unsharded_model(mesh_shape, hidden):
     world_size = torch.Size(mesh_shape).numel()
     run_distributed(train_two_layers, world_size, hidden, mesh_shape, "adamw", timeout=120)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 2, 2)], ids=str)
+def test_trains_like_the_unsharded_model_in_float32(mesh_shape):
+    run_distributed(train_two_layers, torch.Size(mesh_shape).numel(), 7, mesh_shape, "sgd", torch.float32, timeout=120)
 
 
 def test_resharding_to_smaller_groups_keeps_to_the_own_tensor_parallel_rank():
