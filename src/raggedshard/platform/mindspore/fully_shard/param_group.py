@@ -189,6 +189,11 @@ class HSDPParamGroup:
         """Whether gradients of earlier backwards wait for their all-reduce."""
         return self._partial is not None
 
+    @property
+    def overlaps_reduction(self) -> bool:
+        """Whether a reduction stays under way while the next unit's backward runs: autograd takes its result at once."""
+        return False
+
     def abandon_backward(self) -> None:
         """Drop what a backward that raised left behind."""
         self._reduction = None
