@@ -191,7 +191,7 @@ class HSDPParamGroup:
 
     @property
     def overlaps_reduction(self) -> bool:
-        """Whether a reduction stays under way while the next unit's backward runs: autograd takes its result at once."""
+        """Whether a reduction stays under way while the next unit's backward runs. Autograd takes it at once."""
         return False
 
     def abandon_backward(self) -> None:
