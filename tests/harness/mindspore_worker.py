@@ -13,6 +13,8 @@ def prepare() -> None:
     ms.set_device("CPU")
     ms.runtime.dispatch_threads_num(1)
     ms.set_context(runtime_num_threads=1)
+    # The threads that pass operators on wait by spinning: on two cores, four ranks would wait for each other's.
+    ms.runtime.launch_blocking()
 
 
 def start_process_group(job: Job) -> None:

@@ -43,7 +43,8 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank and return the values in rank order.
 
-    framework: ``torch`` or ``mindspore``, whose process group the ranks are in.
+    framework: ``torch`` or ``mindspore``, whose process group the ranks are in; ``mindspore_async`` for MindSpore with
+        its queues of operators, which takes ten times as long.
     timeout: seconds for the whole call; group_timeout: seconds for one collective.
     Raises DistributedError with every failed rank's traceback or stacks when a rank raises, dies or hangs.
     """
@@ -153,7 +154,7 @@ _pools: dict[tuple[str, int], _Pool] = {}
 
 def _session_pool(framework: str, world_size: int) -> _Pool:
     # A MindSpore process stays in its first process group, so each world size has workers of its own.
-    key = (framework, world_size if framework == "mindspore" else 0)
+    key = (framework, world_size if framework.startswith("mindspore") else 0)
     if key not in _pools:
         _pools[key] = _Pool(framework)
         atexit.register(_pools[key].close)
