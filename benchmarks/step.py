@@ -1,17 +1,17 @@
-"""A training step of raggedshard beside torch's own fully_shard: time, collectives, bytes, peak memory.
+"""A training step of raggedshard beside torch's own fully_shard: time, or the most memory that it holds.
 
     torchrun --nproc-per-node 4 benchmarks/step.py --width 767
+    torchrun --nproc-per-node 4 benchmarks/step.py --width 767 --memory
 
 Steps of the two alternate in one run, so that a noisy machine disturbs both alike; the minimum and the median of the
-ratios are what to read. Memory is what one step allocates on top of what lives between steps, from torch's profiler.
+ratios are what to read. Memory is what rank 0 holds at most on top of what lives between steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import ctypes
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.profiler import ProfilerActivity, profile
 
 from raggedshard.torch import fully_shard as raggedshard_fully_shard
 
@@ -64,19 +63,48 @@ def timed(run: Run, x: torch.Tensor) -> float:
 
 
 def peak_bytes(run: Run, x: torch.Tensor) -> int:
-    """The most that a step has allocated at once, above what was allocated when it began."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run.step(x)
-    with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    memory = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
-    live = peak = 0
-    for event in memory:
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return peak
+    """The most memory that the process held during a step, above what it held when the step began (Linux).
+
+    What the kernel counts, and not torch's profiler: gloo's threads allocate and free too, which no profiler sees.
+    """
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = _status_bytes("VmRSS")
+    run.step(x)
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def return_freed_memory() -> None:
+    """From now on, glibc maps each tensor by itself and unmaps it when it is freed, so that the kernel sees it go."""
+    mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+    ctypes.CDLL(None).mallopt(mmap_threshold, 65536)
+
+
+def measured_times(runs: dict[str, Run], x: torch.Tensor, steps: int) -> dict[str, list[float]]:
+    """Seconds of each step; the first two, which allocate optimizer state and warm the caches, are left out."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for step in range(steps + 2):
+        for name, run in runs.items():
+            seconds = timed(run, x)
+            if step >= 2:
+                times[name].append(seconds)
+    return times
+
+
+def measured_peaks(runs: dict[str, Run], x: torch.Tensor, steps: int) -> dict[str, list[int]]:
+    """Bytes of each step, but the first one's, which allocates optimizer state."""
+    peaks: dict[str, list[int]] = {name: [] for name in runs}
+    for step in range(steps + 1):
+        for name, run in runs.items():
+            dist.barrier()
+            peak = peak_bytes(run, x)
+            if step >= 1:
+                peaks[name].append(peak)
+    return peaks
 
 
 def main() -> None:
@@ -85,7 +113,10 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--batch", type=int, default=64, help="rows per rank")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--memory", action="store_true", help="memory instead of time")
     options = parser.parse_args()
+    if options.memory:
+        return_freed_memory()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -94,30 +125,24 @@ def main() -> None:
         "raggedshard": Run(raggedshard_fully_shard, mesh, options.width, options.blocks),
     }
     x = torch.randn(options.batch, options.width)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for step in range(options.steps + 2):
-        for name, run in runs.items():
-            seconds = timed(run, x)
-            if step >= 2:  # the first ones allocate optimizer state and warm the caches
-                times[name].append(seconds)
-    peaks = {name: peak_bytes(run, x) for name, run in runs.items()}
+    if options.memory:
+        peaks = measured_peaks(runs, x, options.steps)
+        measured = {name: [peak / 2**20 for peak in of_run] for name, of_run in peaks.items()}
+    else:
+        times = measured_times(runs, x, options.steps)
+        measured = {name: [seconds * 1e3 for seconds in of_run] for name, of_run in times.items()}
     if dist.get_rank() == 0:
-        report(times, peaks, sum(p.numel() for p in runs["torch"].model.parameters()))
+        numel = sum(p.numel() for p in runs["torch"].model.parameters())
+        print(f"{numel:,} parameters of 4 bytes on {dist.get_world_size()} ranks")
+        report(measured, "peak of a step, MiB" if options.memory else "step, ms")
     dist.destroy_process_group()
 
 
-def report(times: dict[str, list[float]], peaks: dict[str, int], numel: int) -> None:
-    print(f"{numel:,} parameters of 4 bytes on {dist.get_world_size()} ranks")
-    for name, seconds in times.items():
-        print(
-            f"{name:12} step min {min(seconds) * 1e3:7.1f} ms  median {statistics.median(seconds) * 1e3:7.1f} ms"
-            f"  peak {peaks[name] / 2**20:7.1f} MiB"
-        )
-    ratios = [ours / theirs for ours, theirs in zip(times["raggedshard"], times["torch"], strict=True)]
-    print(
-        f"raggedshard / torch: time min {min(ratios):.2f} median {statistics.median(ratios):.2f},"
-        f" peak {peaks['raggedshard'] / peaks['torch']:.2f}"
-    )
+def report(measured: dict[str, list[float]], what: str) -> None:
+    for name, values in measured.items():
+        print(f"{name:12} {what}: min {min(values):7.1f}  median {statistics.median(values):7.1f}")
+    ratios = [ours / theirs for ours, theirs in zip(measured["raggedshard"], measured["torch"], strict=True)]
+    print(f"raggedshard / torch: min {min(ratios):.2f} median {statistics.median(ratios):.2f} max {max(ratios):.2f}")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,11 @@ class HSDPParamGroup(UnshardingGroup):
         """Whether gradients of earlier backwards wait for their all-reduce."""
         return self._partial is not None
 
+    @property
+    def overlaps_reduction(self) -> bool:
+        """Whether a reduction stays under way while the next unit's backward runs."""
+        return self.dp_mesh.device.type != "cpu"
+
     def abandon_backward(self) -> None:
         """Drop what a backward that raised left behind: gradients not yet taken, a reduction not handed out."""
         for p in self.params:
