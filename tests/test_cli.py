@@ -1,28 +1,49 @@
 """``raggedshard train``: it ends with 0 only if the sharded and the unsharded model agree, and says where rows lie."""
 
 import math
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from raggedshard.cli import mindspore_start
+from raggedshard.cli.backend import Backend
 from raggedshard.cli.comparison import Comparison, ParameterDifference, ParameterLayout, Tolerance
 from raggedshard.cli.data import Corpus, byte_corpus, word_corpus
 from raggedshard.cli.main import app
-from raggedshard.cli.model import GPT, GPTConfig
+from raggedshard.cli.model import GPT
+from raggedshard.cli.recipes import GPTConfig, initial_weights
 from raggedshard.cli.report import Reporter, draw_losses
 
 TRAIN = ["raggedshard.cli.train", "--steps", "3"]
+ON_MINDSPORE = ["--backend", "mindspore", "--world-size", 2]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def run_module(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run_module(*arguments: object, first_on_path: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *map(str, arguments)]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
+    path = os.pathsep.join(filter(None, [first_on_path and str(first_on_path), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+
+
+def losses_in(output: str) -> list[list[float]]:
+    """The rows of the table of losses: step, sharded, unsharded, difference."""
+    rows = [line.split() for line in output.partition("Loss, nats per token")[2].splitlines()]
+    return [[float(number) for number in row] for row in rows if len(row) == 4 and row[0].isdigit()]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +79,79 @@ def test_torchrun_and_a_different_world_size_is_an_error(monkeypatch: pytest.Mon
     assert "torchrun started 2 processes" in result.output
 
 
+@pytest.fixture(scope="module")
+def on_mindspore(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A run that ends when one of its processes imports torch."""
+    folder = tmp_path_factory.mktemp("mindspore")
+    (folder / "torch.py").write_text("raise AssertionError('torch was imported')")
+    return run_module(*TRAIN, *ON_MINDSPORE, "--out", folder, first_on_path=folder)
+
+
+def test_mindspore_trains_equal_to_unsharded_without_torch(on_mindspore: subprocess.CompletedProcess[str]):
+    output = on_mindspore.stdout
+    assert on_mindspore.returncode == 0, output
+    assert "Equal: sharded and unsharded training agree" in output
+    assert "embedding.embedding_table is RaggedShard((0,), (129, 128))" in output
+    picture = Path("".join(re.findall(r"Loss curves: (.*)", output)))
+    assert picture.read_bytes().startswith(PNG_SIGNATURE)
+    assert not re.search(r"WARN|INFO|ERROR", output)
+
+
+def test_mindspore_trains_as_torch_does(on_mindspore: subprocess.CompletedProcess[str], tmp_path: Path):
+    by_torch = run_module(*TRAIN, "--world-size", 2, "--out", tmp_path)
+    expected, actual = losses_in(by_torch.stdout), losses_in(on_mindspore.stdout)
+    assert len(expected) == 3, by_torch.stdout
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_models_that_differ_end_with_an_error_on_mindspore(tmp_path: Path):
+    result = run_module(*TRAIN[:-1], 1, *ON_MINDSPORE, "--reference-seed", 1, "--out", tmp_path)
+    assert result.returncode == 1, result.stdout
+    assert "Different: sharded and unsharded training do not agree" in result.stdout
+
+
+def test_mindspore_has_no_gpt2(tmp_path: Path):
+    result = CliRunner().invoke(
+        app, ["train", "--backend", "mindspore", "--model", "gpt2", "--out", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 2
+    assert "gpt2" in result.output and "mindspore" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def rank_0_raises(backend: Backend) -> bool:
+    if backend.rank == 0:
+        raise ValueError("the reason")
+    backend.gather(np.zeros(1))
+    return True
+
+
+def rank_1_dies(backend: Backend) -> bool:
+    if backend.rank == 1:
+        os._exit(7)
+    backend.gather(np.zeros(1))
+    return True
+
+
+@pytest.mark.parametrize(
+    ("job", "message", "shown"), [(rank_0_raises, "rank 0", "the reason"), (rank_1_dies, "rank 1", "exit code 7")]
+)
+def test_a_mindspore_rank_that_fails_ends_the_command(job, message, shown, capfd: pytest.CaptureFixture):
+    with pytest.raises(RuntimeError, match=message) as error:
+        mindspore_start.run_ranks(2, job)
+    assert shown in capfd.readouterr().err + str(error.value)
+
+
+def test_initial_weights_depend_on_the_seed_and_leave_norms_alone():
+    weights = initial_weights(GPTConfig(layers=1), seed=1)
+    assert np.array_equal(
+        weights["blocks.0.qkv.weight"], initial_weights(GPTConfig(layers=1), 1)["blocks.0.qkv.weight"]
+    )
+    assert not np.array_equal(weights["embedding.weight"], initial_weights(GPTConfig(layers=1), 2)["embedding.weight"])
+    assert weights["blocks.0.mlp_up.weight"].std() == pytest.approx(0.02, rel=0.05)
+    assert (weights["norm.weight"] == 1).all() and (weights["norm.bias"] == 0).all()
+
+
 def test_padding_is_what_a_rank_lacks_of_the_longest_share():
     layout = ParameterLayout("w", (7, 8), "RaggedShard", rows=(2, 2, 2, 1), row_bytes=32)
     assert layout.uneven
@@ -68,10 +162,10 @@ def test_padding_is_what_a_rank_lacks_of_the_longest_share():
 
 def test_tolerance_is_relative_to_the_expected_value_and_no_nan_passes():
     tolerance = Tolerance(rtol=0.5, atol=1.0)
-    assert tolerance.used(torch.tensor([4.0, 10.0]), torch.tensor([4.0, 8.0])) == pytest.approx(2 / 5)
-    assert tolerance.used(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf
-    assert tolerance.used(torch.tensor([1.0]), torch.tensor([math.inf])) == math.inf
-    assert tolerance.used(torch.zeros(0, 3), torch.zeros(0, 3)) == 0
+    assert tolerance.used(np.array([4.0, 10.0]), np.array([4.0, 8.0])) == pytest.approx(2 / 5)
+    assert tolerance.used(np.array([math.nan]), np.array([1.0])) == math.inf
+    assert tolerance.used(np.array([1.0]), np.array([math.inf])) == math.inf
+    assert tolerance.used(np.zeros((0, 3)), np.zeros((0, 3))) == 0
 
 
 @pytest.mark.parametrize(
@@ -88,17 +182,17 @@ def test_a_comparison_without_compared_parameters_is_not_equal():
 
 
 def test_batches_depend_on_seed_and_step_alone_and_targets_follow_inputs():
-    corpus = Corpus(torch.arange(1000), vocabulary=1000)
+    corpus = Corpus(np.arange(1000), vocabulary=1000)
     inputs, targets = corpus.batch(seed=3, step=5, size=4, context=6)
     assert inputs.shape == targets.shape == (4, 6)
-    assert torch.equal(targets, inputs + 1)
-    assert torch.equal(inputs, corpus.batch(3, 5, 4, 6)[0])
-    assert not torch.equal(inputs, corpus.batch(3, 6, 4, 6)[0])
-    assert not torch.equal(inputs, corpus.batch(4, 5, 4, 6)[0])
+    assert np.array_equal(targets, inputs + 1)
+    assert np.array_equal(inputs, corpus.batch(3, 5, 4, 6)[0])
+    assert not np.array_equal(inputs, corpus.batch(3, 6, 4, 6)[0])
+    assert not np.array_equal(inputs, corpus.batch(4, 5, 4, 6)[0])
 
 
 def test_every_token_of_the_text_can_start_a_batch():
-    corpus = Corpus(torch.arange(5), vocabulary=5)
+    corpus = Corpus(np.arange(5), vocabulary=5)
     starts = {corpus.batch(0, step, 1, 3)[0][0, 0].item() for step in range(50)}
     assert starts == {0, 1}
 
@@ -112,14 +206,13 @@ def test_the_byte_text_is_the_standard_library():
 
 def test_the_word_text_spreads_over_a_large_vocabulary_and_stays_inside_a_small_one():
     large, small = word_corpus(50257), word_corpus(100)
-    assert len(large.tokens.unique()) > 20_000
+    assert len(np.unique(large.tokens)) > 20_000
     assert large.tokens.max() == 50256
     assert small.tokens.max() == 99 and len(small.tokens) == len(large.tokens)
-    assert large.tokens.bincount().argmax() == 0  # the most frequent word has the first id
+    assert np.bincount(large.tokens).argmax() == 0  # the most frequent word has the first id
 
 
 def test_gpt_ties_its_output_to_the_embedding_and_sees_no_later_token():
-    torch.manual_seed(0)
     model = GPT(GPTConfig(layers=1))
     assert model.lm_head.weight is model.embedding.weight
     tokens = torch.tensor([[1, 2, 3, 4]])

@@ -2,14 +2,11 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import cast
 
-import torch
-import torch.distributed as dist
-from torch import nn
+import numpy as np
 
-from raggedshard.cli.model import RECIPES, Recipe, loss_of
-from raggedshard.torch import DTensor, fully_shard, init_device_mesh
+from raggedshard.cli.backend import Backend
+from raggedshard.cli.recipes import RECIPES, Recipe
 
 
 @dataclass(frozen=True)
@@ -20,7 +17,6 @@ class Options:
     steps: int
     seed: int
     reference_seed: int
-    learning_rate: float = 1e-3
 
 
 @dataclass(frozen=True)
@@ -30,10 +26,11 @@ class Tolerance:
     rtol: float
     atol: float
 
-    def used(self, actual: torch.Tensor, expected: torch.Tensor) -> float:
+    def used(self, actual: np.ndarray, expected: np.ndarray) -> float:
         """The largest difference as a share of what is allowed: equal within the tolerance up to 1.0."""
-        share = (actual - expected).abs() / (self.atol + self.rtol * expected.abs())
-        largest = share.max().item() if share.numel() else 0.0
+        with np.errstate(invalid="ignore"):  # of infinities
+            share = np.abs(actual - expected) / (self.atol + self.rtol * np.abs(expected))
+        largest = float(share.max()) if share.size else 0.0
         return math.inf if math.isnan(largest) else largest
 
 
@@ -90,8 +87,7 @@ class Comparison:
 
     @property
     def loss_tolerance_used(self) -> float:
-        pair = (torch.tensor(losses, dtype=torch.float64) for losses in (self.sharded_losses, self.unsharded_losses))
-        return LOSS_TOLERANCE.used(*pair)
+        return LOSS_TOLERANCE.used(np.array(self.sharded_losses), np.array(self.unsharded_losses))
 
     @property
     def equal(self) -> bool:
@@ -99,88 +95,59 @@ class Comparison:
 
 
 class SideBySide:
-    """The two models and their optimizers on one rank. The unsharded one lives on rank 0 alone.
+    """The sharded and the unsharded training on one rank. The unsharded one lives on rank 0 alone.
 
     Every method is collective: all ranks call it.
     """
 
-    def __init__(self, options: Options):
-        self.options = options
+    def __init__(self, options: Options, backend: Backend):
+        self.options, self.backend = options, backend
         self.recipe: Recipe = RECIPES[options.model]
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.corpus = self.recipe.corpus()
-        self.sharded = _build(self.recipe, options.seed)
-        self._shard()
-        self.optimizer = self._adamw(self.sharded)
+        self.sharded = backend.training(options.model, options.seed, sharded=True)
         self.comparison = Comparison(self._layouts())
-        if self.rank == 0:
-            self.unsharded = _build(self.recipe, options.reference_seed)
-            self.reference_optimizer = self._adamw(self.unsharded)
+        if backend.rank == 0:
+            self.unsharded = backend.training(options.model, options.reference_seed, sharded=False)
 
     def step(self, number: int) -> None:
         """One optimizer step of both models on the same global batch; adds the losses before it to the comparison."""
-        rows = self.recipe.rows_per_rank
-        inputs, targets = self.corpus.batch(self.options.seed, number, rows * self.world_size, self.recipe.context)
-        mine = slice(self.rank * rows, (self.rank + 1) * rows)
-        loss = _train_step(self.sharded, self.optimizer, inputs[mine], targets[mine])
-        dist.all_reduce(loss)
-        self.comparison.sharded_losses.append(loss.item() / self.world_size)
-        if self.rank == 0:
-            loss = _train_step(self.unsharded, self.reference_optimizer, inputs, targets)
-            self.comparison.unsharded_losses.append(loss.item())
+        rank, rows = self.backend.rank, self.recipe.rows_per_rank
+        batch_size = rows * self.backend.world_size
+        inputs, targets = self.corpus.batch(self.options.seed, number, batch_size, self.recipe.context)
+        own = slice(rank * rows, (rank + 1) * rows)
+        losses = self.backend.gather(np.array([self.sharded.step(inputs[own], targets[own])]))
+        self.comparison.sharded_losses.append(float(losses.mean()))
+        if rank == 0:
+            self.comparison.unsharded_losses.append(self.unsharded.step(inputs, targets))
 
     def compare_parameters(self) -> None:
         """Gather each sharded parameter in full and note how far it is from the unsharded one."""
         worst = ParameterDifference("", 0.0, 0.0)
-        for name, parameter in self._sharded_parameters():
-            actual = parameter.full_tensor().detach()
-            if self.rank == 0:
-                expected = self.unsharded.get_parameter(name).detach()
-                difference = (actual - expected).abs().max().item()
+        for name in self.sharded.parameters():
+            actual = self.sharded.values(name)
+            if self.backend.rank == 0:
+                expected = self.unsharded.values(name)
+                difference = float(np.abs(actual - expected).max())
                 used = PARAMETER_TOLERANCE.used(actual, expected)
                 worst = max(worst, ParameterDifference(name, difference, used), key=lambda one: one.tolerance_used)
         self.comparison.worst_parameter = worst
 
-    def _shard(self) -> None:
-        mesh = init_device_mesh("cpu", (self.world_size,))
-        for block in self.recipe.blocks(self.sharded):
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.sharded, mesh=mesh)
-
-    def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
-        # Adam's first step is lr * g / (|g| + eps). With its default eps of 1e-8 and a gradient of that size, the order
-        # in which float32 sums the gradient up would decide the step, on one process as on many.
-        return torch.optim.AdamW(model.parameters(), lr=self.options.learning_rate, eps=1e-6)
+    def agree_on_verdict(self) -> bool:
+        """Whether rank 0, which alone can tell, found the two models equal."""
+        own = self.backend.rank == 0 and self.comparison.equal
+        return bool(self.backend.gather(np.array([float(own)]))[0, 0])
 
     def _layouts(self) -> list[ParameterLayout]:
-        parameters = self._sharded_parameters()
-        rows_by_rank: list[list[int]] = [[]] * self.world_size
-        dist.all_gather_object(rows_by_rank, [parameter.to_local().shape[0] for _, parameter in parameters])
+        parameters = self.sharded.parameters()
+        own_rows = [parameter.to_local().shape[0] for parameter in parameters.values()]
+        rows = self.backend.gather(np.array(own_rows, np.float64)).astype(int).T
         return [
             ParameterLayout(
                 name,
                 tuple(parameter.shape),
                 ", ".join(repr(placement) for placement in parameter.placements),
-                rows,
-                parameter.element_size() * math.prod(parameter.shape[1:]),
+                tuple(rows_by_rank.tolist()),
+                parameter.itemsize * math.prod(parameter.shape[1:]),
             )
-            for (name, parameter), rows in zip(parameters, zip(*rows_by_rank, strict=True), strict=True)
+            for (name, parameter), rows_by_rank in zip(parameters.items(), rows, strict=True)
         ]
-
-    def _sharded_parameters(self) -> list[tuple[str, DTensor]]:
-        return [(name, cast(DTensor, parameter)) for name, parameter in self.sharded.named_parameters()]
-
-
-def _build(recipe: Recipe, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return recipe.build()
-
-
-def _train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    loss = loss_of(model, inputs, targets)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()

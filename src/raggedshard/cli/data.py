@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 BYTE_VOCABULARY = 257
 """256 byte values and the end of a file."""
@@ -20,17 +19,16 @@ class Corpus:
     tokens: int64, shape (length,), each in ``[0, vocabulary)``.
     """
 
-    tokens: torch.Tensor
+    tokens: np.ndarray
     vocabulary: int
 
-    def batch(self, seed: int, step: int, size: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, seed: int, step: int, size: int, context: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets of one step, int64, both of shape (size, context); a target is the token after its input.
 
         Every process that asks for the same step gets the same rows: a rank trains on its slice of them.
         """
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        starts = torch.randint(len(self.tokens) - context, (size, 1), generator=generator)
-        windows = self.tokens[starts + torch.arange(context + 1)]
+        starts = np.random.default_rng((seed, step)).integers(len(self.tokens) - context, size=(size, 1))
+        windows = self.tokens[starts + np.arange(context + 1)]
         return windows[:, :-1], windows[:, 1:]
 
 
@@ -39,7 +37,7 @@ def byte_corpus() -> Corpus:
     parts = []
     for source in standard_library():
         parts += [np.frombuffer(source, dtype=np.uint8).astype(np.int64), np.array([BYTE_VOCABULARY - 1])]
-    return Corpus(torch.from_numpy(np.concatenate(parts)), BYTE_VOCABULARY)
+    return Corpus(np.concatenate(parts), BYTE_VOCABULARY)
 
 
 def word_corpus(vocabulary: int) -> Corpus:
@@ -53,7 +51,7 @@ def word_corpus(vocabulary: int) -> Corpus:
     ids = {word: index for index, (word, _) in enumerate(counts.most_common(vocabulary - 1))}
     last = vocabulary - 1
     tokens = [token for words in files for token in (*(ids.get(word, last) for word in words), last)]
-    return Corpus(torch.tensor(tokens), vocabulary)
+    return Corpus(np.array(tokens), vocabulary)
 
 
 def standard_library() -> list[bytes]:

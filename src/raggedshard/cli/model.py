@@ -1,41 +1,26 @@
-"""The models that ``raggedshard train`` can train: sizes that few numbers of ranks divide."""
+"""The models of ``raggedshard train`` on PyTorch."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from raggedshard.cli.data import BYTE_VOCABULARY, Corpus, byte_corpus, word_corpus
+from raggedshard.cli.recipes import GPT2_VOCABULARY, GPTConfig, initial_weights
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What a training run needs to know of a model.
-
-    build: a new model, initialised from torch's global seed. blocks: the modules that become one sharded unit each.
-    rows_per_rank: sequences of ``context`` tokens that each rank trains on in a step.
-    """
-
-    build: Callable[[], nn.Module]
-    blocks: Callable[[Any], Iterable[nn.Module]]
-    corpus: Callable[[], Corpus]
-    context: int
-    rows_per_rank: int
+def build(name: str, seed: int) -> nn.Module:
+    """A new model of ``recipes.RECIPES`` with initial values from the seed."""
+    if name == "gpt":
+        return GPT(GPTConfig(), seed)
+    torch.manual_seed(seed)
+    return _build_gpt2()
 
 
-@dataclass(frozen=True)
-class GPTConfig:
-    """Odd on purpose: 257, 105, 315 and 421 rows divide by no even number of ranks."""
-
-    vocabulary: int = BYTE_VOCABULARY
-    context: int = 64
-    layers: int = 4
-    heads: int = 7
-    width: int = 105
-    mlp_width: int = 421
+def blocks_of(model: Any) -> Iterable[nn.Module]:
+    """The modules that become one sharded unit each."""
+    return model.blocks if isinstance(model, GPT) else model.transformer.h
 
 
 class Block(nn.Module):
@@ -69,7 +54,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT whose output layer is its embedding: tokens (batch, time) to logits (batch, time, vocabulary)."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, seed: int = 0):
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width)
@@ -77,8 +62,10 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.lm_head.weight = self.embedding.weight
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        nn.init.normal_(self.positions.weight, std=0.02)
+        weights = initial_weights(config, seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(torch.from_numpy(weights[name]))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         stream = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
@@ -92,7 +79,7 @@ def _build_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=50257,
+        vocab_size=GPT2_VOCABULARY,
         n_positions=32,
         n_embd=63,
         n_layer=2,
@@ -111,11 +98,3 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
     output = model(inputs)
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-RECIPES = {
-    "gpt": Recipe(lambda: GPT(GPTConfig()), lambda model: model.blocks, byte_corpus, context=64, rows_per_rank=4),
-    "gpt2": Recipe(
-        _build_gpt2, lambda model: model.transformer.h, lambda: word_corpus(50257), context=32, rows_per_rank=2
-    ),
-}

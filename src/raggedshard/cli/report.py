@@ -49,12 +49,12 @@ class Reporter(Silence):
 
     def before(self, both: SideBySide) -> None:
         """What is about to be trained, and where the rows lie."""
-        layouts, ranks = both.comparison.layouts, both.world_size
+        layouts, ranks = both.comparison.layouts, both.backend.world_size
         elements = sum(math.prod(layout.shape) for layout in layouts)
         tokens = both.recipe.rows_per_rank * ranks * both.recipe.context
         self.console.print(
-            f"[bold]{both.options.model}[/bold]: {elements:,} float32 parameters, AdamW, {both.options.steps} steps of "
-            f"{tokens:,} tokens of Python's standard library.\n"
+            f"[bold]{both.options.model}[/bold] on {both.backend.title}: {elements:,} float32 parameters, AdamW, "
+            f"{both.options.steps} steps of {tokens:,} tokens of Python's standard library.\n"
             f"Trained twice on the same batches: [cyan]sharded[/cyan] over {ranks} processes, and "
             f"[magenta]unsharded[/magenta] in one.\n"
         )

@@ -1,44 +1,47 @@
 """``raggedshard train``: a small GPT, fully sharded over processes, beside the same model unsharded.
 
-The command starts its own processes. Under torchrun it is one of the processes that torchrun started:
+The command starts its own processes. Under a framework's launcher it is one of the processes that this started:
 
-    torchrun --nproc-per-node 4 -m raggedshard.cli.train --model gpt
+    torchrun --nproc-per-node 4 -m raggedshard.cli.train
+    msrun --worker_num 4 --local_worker_num 4 --join True -m raggedshard.cli.train --backend mindspore
 """
 
-from __future__ import annotations
-
-import os
-import sys
-import tempfile
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    from multiprocessing.queues import SimpleQueue
-
-    from raggedshard.cli.comparison import Options
+from raggedshard.cli.backend import Backend, BackendName, start_of
+from raggedshard.cli.comparison import Options, SideBySide
+from raggedshard.cli.report import Reporter, Silence
 
 DEFAULT_WORLD_SIZE = 4
+DEFAULT_STEPS = {("torch", "gpt"): 100, ("torch", "gpt2"): 12, ("mindspore", "gpt"): 40}
 
 
 def train(
+    backend: Annotated[BackendName, typer.Option(help="The framework that trains.")] = "torch",
     model: Annotated[
         Literal["gpt", "gpt2"],
-        typer.Option(help="gpt: bytes, odd widths. gpt2: transformers' GPT-2 with its 50257 rows, narrow and shallow."),
+        typer.Option(
+            help="gpt: bytes, odd widths. gpt2: transformers' GPT-2 with its 50257 rows, narrow, shallow; torch only."
+        ),
     ] = "gpt",
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.  [default: 100, gpt2: 12]")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Optimizer steps.  [default: 100; gpt2: 12; mindspore, which is slower: 40]"),
+    ] = None,
     world_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"Processes to shard over.  [default: {DEFAULT_WORLD_SIZE}; torchrun's under torchrun]"
+            min=1, help=f"Processes to shard over.  [default: {DEFAULT_WORLD_SIZE}; those of torchrun or msrun]"
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the initial weights and of the batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and of the batches.")] = 0,
     reference_seed: Annotated[
         int | None,
-        typer.Option(help="Other initial weights for the unsharded model: shows that the comparison can fail."),
+        typer.Option(min=0, help="Other initial weights for the unsharded model: shows that the comparison can fail."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for loss.png; made if missing.")] = Path("out"),
 ) -> None:
@@ -47,77 +50,37 @@ def train(
     Prints where the rows of each uneven parameter lie, the losses of both models, and how far apart they end. The exit
     code is 0 if they agree within float32 rounding, 1 if they do not.
     """
-    import torch.distributed as dist
-
-    from raggedshard.cli.comparison import Options
-
+    if (backend, model) not in DEFAULT_STEPS:
+        raise typer.BadParameter(f"--model {model} is a model of PyTorch; leave --backend {backend} out")
     options = Options(
-        model, steps or {"gpt": 100, "gpt2": 12}[model], seed, seed if reference_seed is None else reference_seed
+        model,
+        steps or DEFAULT_STEPS[backend, model],
+        seed,
+        seed if reference_seed is None else reference_seed,
     )
+    start = start_of(backend)
+    launched = start.launched_processes()
+    if launched is not None and world_size not in (None, launched):
+        raise typer.BadParameter(f"{start.LAUNCHER} started {launched} processes; leave --world-size out")
     out.mkdir(parents=True, exist_ok=True)
-    if dist.is_torchelastic_launched():
-        started = int(os.environ["WORLD_SIZE"])
-        if world_size not in (None, started):
-            raise typer.BadParameter(f"torchrun started {started} processes; leave --world-size out")
-        _leave(0 if _run_rank("env://", int(os.environ["RANK"]), started, options, out) else 1)
-    equal = _run_all_ranks(world_size or DEFAULT_WORLD_SIZE, options, out)
-    raise typer.Exit(0 if equal else 1)
-
-
-def _run_all_ranks(world_size: int, options: Options, out: Path) -> bool:
-    """Start one process per rank and wait for them; True if the models ended equal."""
-    import torch.multiprocessing as mp
-
+    job = functools.partial(_train_on_rank, options, out)
+    if launched is not None:
+        start.leave(0 if job(start.join()) else 1)
+    world_size = world_size or DEFAULT_WORLD_SIZE
     print(f"Starting {world_size} processes ...", flush=True)
-    verdicts = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="raggedshard-") as folder:
-        rendezvous = f"file://{folder}/rendezvous"
-        mp.spawn(_spawned, args=(rendezvous, world_size, options, out, verdicts), nprocs=world_size)
-    return verdicts.get()
+    raise typer.Exit(0 if start.run_ranks(world_size, job) else 1)
 
 
-def _spawned(
-    rank: int, rendezvous: str, world_size: int, options: Options, out: Path, verdicts: SimpleQueue[bool]
-) -> None:
-    equal = _run_rank(rendezvous, rank, world_size, options, out)
-    if rank == 0:
-        verdicts.put(equal)
-    _leave(0)
-
-
-def _leave(code: int) -> NoReturn:
-    """End a rank's process at once.
-
-    On a busy machine a thread of gloo's may still let go of the last collective while the interpreter shuts down, which
-    ends in "terminate called without an active exception" and exit code -6 (torch 2.13; with torch's own fully_shard
-    too, once in 24 runs).
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _run_rank(rendezvous: str, rank: int, world_size: int, options: Options, out: Path) -> bool:
+def _train_on_rank(options: Options, out: Path, backend: Backend) -> bool:
     """Train and, on rank 0, report. True on every rank if the models ended equal."""
-    import torch
-    import torch.distributed as dist
-
-    from raggedshard.cli import report
-    from raggedshard.cli.comparison import SideBySide
-
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-    reporter = report.Reporter(out) if rank == 0 else report.Silence()
-    both = SideBySide(options)
+    reporter = Reporter(out) if backend.rank == 0 else Silence()
+    both = SideBySide(options, backend)
     reporter.before(both)
     for number in reporter.track(range(options.steps), both.comparison):
         both.step(number)
     both.compare_parameters()
     reporter.after(both.comparison)
-    verdict = [rank == 0 and both.comparison.equal]
-    dist.broadcast_object_list(verdict, src=0)
-    dist.destroy_process_group()
-    return verdict[0]
+    return both.agree_on_verdict()
 
 
 if __name__ == "__main__":
