@@ -48,7 +48,7 @@ def facts(p):
         "spmd": p._spmd_placements,
         "shape": tuple(p.sharded_param.shape),
         "actual": p.sharded_size,
-        "offset": p.layout.run(p.roles.shard_rank).start,
+        "offset": p.layout.run(p.dp_mesh.shard_rank).start,
         "padded": p.padded_sharded_param_size,
         "local": local.asnumpy(),
         "data": p._sharded_param_data.asnumpy(),

@@ -172,6 +172,33 @@ class Reentrant(nn.Cell):
         return self.layer(x)
 
 
+class WithScalar(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Dense(2, 3)
+        self.scale = Parameter(Tensor(1.0, ms.float32), name="scale")
+
+    def construct(self, x):
+        return self.layer(x) * self.scale
+
+
+def refuses_before_it_changes_anything(rank, world_size):
+    cell = WithScalar()
+    params, classes = cell.trainable_params(), [type(cell), type(cell.layer)]
+    for options, message in (({}, "'scale'.*scalar"), ({"reshard_after_forward": 3}, "must divide")):
+        with pytest.raises(ValueError, match=message):
+            fully_shard(cell, mesh=mesh_of(world_size), **options)
+        assert all(now is before for now, before in zip(cell.trainable_params(), params, strict=True))
+        assert [type(cell), type(cell.layer)] == classes
+    fully_shard(cell, mesh=mesh_of(world_size), ignored_params=[cell.scale])
+    assert isinstance(cell.layer.weight, DTensor)
+    assert cell(Tensor(numbered(1, 2))).shape == (1, 3)
+
+
+def test_a_call_that_raises_leaves_the_cell_as_it_was():
+    run_distributed(refuses_before_it_changes_anything, 2, framework="mindspore", timeout=LIMIT)
+
+
 def refuses(rank, world_size):
     mesh = mesh_of(world_size)
     wrong = [

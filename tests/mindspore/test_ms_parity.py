@@ -108,7 +108,7 @@ def train_mindspore(rank, world_size, replicas):
     for batch in batches():
         x = Tensor(batch[rank * rows : (rank + 1) * rows])
         loss, grads = gradients("value_and_grad", model, square_loss, x)
-        layouts = layouts or layouts_of(model._fsdp_states(), lambda p: p.roles.shard_rank)
+        layouts = layouts or layouts_of(model._fsdp_states(), lambda p: p.dp_mesh.shard_rank)
         optimizer(grads)
         losses.append(mean_over_ranks(loss, world_size))
     return losses, layouts, {name: p.full_tensor().asnumpy() for name, p in model.parameters_and_names()}

@@ -13,9 +13,9 @@ Three sizes, never inferred from one another:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from raggedshard.geometry import Run, chunk_lengths, ragged_runs
@@ -175,7 +175,8 @@ class FusedLayout:
     chunk_bytes: int
 
     @classmethod
-    def pack(cls, fields: Iterable[tuple[int, int]], header: int = 0, alignment: int = 1) -> FusedLayout:
+    @lru_cache(maxsize=4096)  # of every unit at every gather and reduction
+    def pack(cls, fields: tuple[tuple[int, int], ...], header: int = 0, alignment: int = 1) -> FusedLayout:
         """Lay out fields of ``(numel, itemsize)`` behind a header of ``header`` bytes.
 
         Chunks are a multiple of ``alignment`` and of every item size, so that rows of a buffer can be viewed as both.

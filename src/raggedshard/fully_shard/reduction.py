@@ -8,14 +8,14 @@ then says whether any rank has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Generic, Protocol, TypeVar
 
 from raggedshard.fully_shard.layout import FusedLayout, ShardLayout
 
-__all__ = ["ReducedParam", "Region", "divisors", "plan_regions"]
+__all__ = ["ReducedParam", "Region", "divisors", "params_of", "plan_regions", "used_anywhere"]
 
 
 class ReducedParam(Protocol):
@@ -57,10 +57,23 @@ def plan_regions(params: Sequence[P], front: int = 0) -> list[Region[P]]:
     regions = []
     for dtype, group in groupby(ordered, key=lambda p: p.reduce_dtype):
         members = tuple(group)
-        layout = FusedLayout.pack([(p.layout.padded_numel, 1) for p in members], header=front)
+        layout = FusedLayout.pack(tuple((p.layout.padded_numel, 1) for p in members), header=front)
         regions.append(Region(members, dtype, layout.offsets, layout.chunk_bytes))
         front = 0
     return regions
+
+
+def params_of(regions: Iterable[Region[P]]) -> list[P]:
+    """The parameters of a chunk, in the order of their gradients and of their used flags."""
+    return [p for region in regions for p in region.params]
+
+
+def used_anywhere(params: Sequence[P], flags: Sequence[float]) -> set[P]:
+    """The parameters that some rank had a gradient for, by the sums over ranks of their used flags.
+
+    One that no rank used has no gradient, as without sharding.
+    """
+    return {p for p, flag in zip(params, flags, strict=True) if flag > 0}
 
 
 def divisors(factor: float | None, ranks: int, is_half: bool) -> tuple[float, float]:

@@ -18,31 +18,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
-__all__ = ["Engine", "HSDPState", "ParamGroup", "RunContext", "Use"]
+from raggedshard.fully_shard.data_parallel import check_post_forward_ranks
+from raggedshard.fully_shard.param_group import ParamGroup
 
-
-class ParamGroup(Protocol):
-    """The parameters of one unit and their communication, in a backend's tensors."""
-
-    @property
-    def has_trainable(self) -> bool: ...
-    @property
-    def has_unsharded_grads(self) -> bool: ...
-    @property
-    def is_stale(self) -> bool: ...
-    def unshard(self, async_op: bool = False) -> None: ...
-    def wait_for_unshard(self) -> None: ...
-    def reshard(self, after_forward: bool = False) -> None: ...
-    def take_unsharded_grads(self) -> None: ...
-    @property
-    def has_partial_reduction(self) -> bool: ...
-    @property
-    def overlaps_reduction(self) -> bool: ...
-    def start_reduce(self, all_reduce: bool) -> None: ...
-    def finish_reduce(self) -> None: ...
-    def abandon_backward(self) -> None: ...
+__all__ = ["Engine", "HSDPState", "RunContext", "Use"]
 
 
 class Engine(Protocol):
@@ -154,16 +135,23 @@ class HSDPState:
     """One unit: the flags that a user sets and the four hooks.
 
     Args:
+        modules: the modules that make it, in the backend's classes.
         group: its parameters; ``None`` when it has none of its own.
         reshard_after_forward: ``True``, ``False``, an int (reshard to groups of so many ranks) or ``None``
             (``True``, except for the root, which backward needs first).
     """
 
-    def __init__(self, group: ParamGroup | None, reshard_after_forward: bool | int | None) -> None:
+    def __init__(
+        self,
+        modules: Sequence[Any],
+        group: ParamGroup[Any, Any] | None,
+        reshard_after_forward: bool | int | None,
+    ) -> None:
         self.name = ""
+        self.modules = tuple(modules)
         self.group = group
         self.context: RunContext | None = None
-        self.reshard_after_forward = reshard_after_forward
+        self.set_reshard_after_forward(reshard_after_forward)
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
@@ -175,6 +163,17 @@ class HSDPState:
         self._pending_uses: set[Use] = set()
         self._open_uses: set[Use] = set()
         self._order_positions: list[int] = []
+
+    def set_reshard_after_forward(self, value: bool | int | None) -> None:
+        """Change the argument of that name.
+
+        Raises:
+            ValueError: a number of ranks that does not divide those of the shard dim.
+        """
+        self.reshard_after_forward = value
+        if self.group is not None:
+            ranks = check_post_forward_ranks(value, self.group.dp_mesh)
+            self.group.post_forward_group = None if ranks is None else self.group.subgroup(ranks)
 
     @property
     def is_root(self) -> bool:

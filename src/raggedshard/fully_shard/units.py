@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from raggedshard.fully_shard.data_parallel import DataParallelRoles, check_post_forward_ranks
+from raggedshard.fully_shard.param import Slot, UnitParam
 from raggedshard.fully_shard.state import Engine, HSDPState, RunContext
 
 __all__ = [
     "ModuleTree",
-    "Slot",
     "begin_run",
-    "check_modules",
-    "check_ties",
-    "claim",
-    "collect_slots",
+    "make_params",
     "named_modules",
     "own_modules",
 ]
+
+
+P = TypeVar("P", bound=UnitParam[Any])
 
 
 class ModuleTree(Protocol):
@@ -41,23 +41,6 @@ class ModuleTree(Protocol):
     def state_of(self, module: Any) -> HSDPState | None:
         """The unit that starts at the module."""
         ...
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place in a module that holds a parameter.
-
-    Args:
-        path: the module's name below the unit, with a trailing dot; empty for the unit's own module.
-    """
-
-    module: Any
-    name: str
-    path: str
-
-    @property
-    def full_name(self) -> str:
-        return self.path + self.name
 
 
 def check_modules(modules: Sequence[Any], tree: ModuleTree) -> None:
@@ -97,6 +80,34 @@ def own_modules(modules: Sequence[Any], tree: ModuleTree) -> Iterator[tuple[str,
     seen: set[int] = set()
     for index, root in enumerate(modules):
         yield from _walk(root, f"{index}." if len(modules) > 1 else "", seen, tree, enter_units=False)
+
+
+def make_params(
+    modules: Sequence[Any],
+    tree: ModuleTree,
+    dp_mesh: DataParallelRoles,
+    reshard_after_forward: bool | int | None,
+    ignored: Iterable[Any] | None,
+    sharded_as: Callable[[Any], Any],
+    make: Callable[[Any, list[Slot]], P],
+) -> list[P]:
+    """Check all that ``fully_shard`` was given, then shard a unit's parameters: a call that raises changes nothing.
+
+    Args:
+        make: makes a backend's `UnitParam` of a parameter and its places, and raises where it cannot be sharded.
+
+    Raises:
+        ValueError, NotImplementedError: as `check_modules`, `check_ties`, `check_post_forward_ranks` and ``make``.
+    """
+    check_modules(modules, tree)
+    check_post_forward_ranks(reshard_after_forward, dp_mesh)
+    slots = collect_slots(modules, ignored or (), tree)
+    check_ties(modules, slots, sharded_as)
+    params = [make(param, places) for param, places in slots]
+    for (param, _), sharded in zip(slots, params, strict=True):
+        sharded.shard(param)
+    claim(modules, slots)
+    return params
 
 
 def named_modules(module: Any, tree: ModuleTree) -> Iterator[tuple[str, Any]]:

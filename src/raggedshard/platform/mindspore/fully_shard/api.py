@@ -8,8 +8,9 @@ from typing import Any
 from mindspore import Parameter
 
 from raggedshard.fully_shard.data_parallel import DataParallelRoles
+from raggedshard.fully_shard.param import Slot
 from raggedshard.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from raggedshard.fully_shard.units import check_modules, check_ties, claim, collect_slots
+from raggedshard.fully_shard.units import make_params
 from raggedshard.platform.mindspore.collectives import get_world_size, init_process_group
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh, init_device_mesh
 from raggedshard.platform.mindspore.dtensor import DTensor
@@ -60,7 +61,6 @@ def fully_shard(
             device that is no CPU.
     """
     cells = tuple(module) if isinstance(module, (list, tuple)) else (module,)
-    check_modules(cells, CELLS)
     if isinstance(offload_policy, CPUOffloadPolicy) and device_type() != "cpu":
         raise NotImplementedError(
             "CPUOffloadPolicy is not supported by the MindSpore backend; leave offload_policy out"
@@ -68,15 +68,13 @@ def fully_shard(
     if mesh is None:
         init_process_group()
         mesh = init_device_mesh(device_type(), (get_world_size(),))
-    roles = DataParallelRoles(mesh)
-    slots = collect_slots(cells, ignored_params or (), CELLS)
-    check_ties(cells, slots, _sharded_as)
-    params = [
-        HSDPParamV2(param, places, roles, shard_placement_fn, mp_policy.param_dtype, mp_policy.reduce_dtype)
-        for param, places in slots
-    ]
-    claim(cells, slots)
-    group = HSDPParamGroup(params, roles) if params else None
+    dp_mesh = DataParallelRoles(mesh)
+
+    def make(param: Parameter, slots: list[Slot]) -> HSDPParamV2:
+        return HSDPParamV2(param, slots, dp_mesh, shard_placement_fn, mp_policy)
+
+    params = make_params(cells, CELLS, dp_mesh, reshard_after_forward, ignored_params, _sharded_as, make)
+    group = HSDPParamGroup(params, dp_mesh) if params else None
     if group is not None:
         group.accumulate_in_reduce_dtype = mp_policy.reduce_dtype is not None
     state = MindSporeState(cells, group, reshard_after_forward)

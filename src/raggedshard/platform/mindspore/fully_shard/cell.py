@@ -7,11 +7,9 @@ from typing import Any
 
 from mindspore import Parameter, nn
 
-from raggedshard.fully_shard.data_parallel import check_post_forward_ranks
 from raggedshard.fully_shard.methods import FSDPMethods
 from raggedshard.fully_shard.state import HSDPState
 from raggedshard.fully_shard.units import begin_run, named_modules
-from raggedshard.platform.mindspore.collectives import group_of
 from raggedshard.platform.mindspore.fully_shard.hooks import MindSporeEngine
 from raggedshard.platform.mindspore.fully_shard.param_group import HSDPParamGroup
 from raggedshard.platform.mindspore.private import recomputes_reentrantly
@@ -22,28 +20,9 @@ _STATE = "_raggedshard_state"
 
 
 class MindSporeState(HSDPState):
-    """`HSDPState` with the cells that belong to it."""
+    """`HSDPState` of cells."""
 
     group: HSDPParamGroup | None
-
-    def __init__(
-        self, cells: tuple[nn.Cell, ...], group: HSDPParamGroup | None, reshard_after_forward: bool | int | None
-    ) -> None:
-        super().__init__(group, reshard_after_forward)
-        self.cells = cells
-        self.set_reshard_after_forward(reshard_after_forward)
-
-    def set_reshard_after_forward(self, value: bool | int | None) -> None:
-        self.reshard_after_forward = value
-        if self.group is None:
-            return
-        size = check_post_forward_ranks(value, self.group.roles)
-        if size is None:
-            self.group.post_forward_group = None
-            return
-        shard_group = self.group.roles.shard_group
-        first = shard_group.rank // size * size
-        self.group.post_forward_group = group_of(shard_group.ranks[first : first + size])
 
     def prefetch(self) -> None:
         if self.group is not None and not self.group.is_unsharded:
@@ -84,12 +63,12 @@ def begin_forward(state: MindSporeState, cell: nn.Cell) -> None:
     """At the first forward: the outermost unit becomes the root."""
     if state.context is not None:
         return
-    for root in state.cells:
+    for root in state.modules:
         _refuse_reentrant_recompute(root)
         for param in root.get_parameters():  # in one order for all units: random values depend on it
             param.init_data()
     engine = MindSporeEngine()
-    begin_run(state, state.cells, CELLS, engine)
+    begin_run(state, state.modules, CELLS, engine)
     assert state.context is not None
     engine.states = state.context.states
 
@@ -124,7 +103,7 @@ class FSDPModule(FSDPMethods):
 
     def _fsdp_begin(self) -> None:
         state = self._fsdp_state()
-        begin_forward(state, state.cells[0])
+        begin_forward(state, state.modules[0])
 
     def reset_sharded_params(self) -> None:
         """Rebuild the storage of this unit's shards after something replaced it, such as a cast; padding is zero then.

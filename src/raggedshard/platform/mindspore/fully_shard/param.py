@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -10,8 +10,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 
 from raggedshard.fully_shard.data_parallel import DataParallelRoles, plan_on_mesh
+from raggedshard.fully_shard.param import Slot, UnitParam
 from raggedshard.fully_shard.sharding import PlacementTypes
-from raggedshard.fully_shard.units import Slot
 from raggedshard.placements import RaggedShard, RaggedStridedShard, Replicate, Shard, StridedShard
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh
 from raggedshard.platform.mindspore.dtensor import DTensor, DTensorSpec, local_of, wrap_local
@@ -24,13 +24,10 @@ __all__ = ["HSDPParamV2"]
 PLACEMENT_TYPES = PlacementTypes(Shard, StridedShard, RaggedShard, RaggedStridedShard)
 
 
-class HSDPParamV2:
-    """A parameter of a unit, between its sharded and its unsharded form.
+class HSDPParamV2(UnitParam[DataParallelRoles]):
+    """`UnitParam` in MindSpore's tensors, between its sharded and its unsharded form.
 
     Attributes:
-        sharded_param: what the optimizer holds, for good: a DTensor Parameter of the logical shape.
-        sharded_size: shape of this rank's actual shard.
-        padded_sharded_param_size: shape of what a collective carries for each rank.
         _sharded_param_data: 1-D, ``padded_sharded_param_size`` elements. For an even parameter it is
             ``sharded_param`` flattened; otherwise a zero-filled storage of which the actual shard is the front.
         unsharded_param: what the cell computes with; its storage is empty while the unit is sharded.
@@ -40,26 +37,20 @@ class HSDPParamV2:
         NotImplementedError, ValueError: as `fully_shard`.
     """
 
-    is_meta = False
-
     def __init__(
         self,
         param: Parameter,
         slots: list[Slot],
-        roles: DataParallelRoles,
+        dp_mesh: DataParallelRoles,
         shard_placement_fn: Callable[[Parameter], Any] | None,
-        param_dtype: Any,
-        reduce_dtype: Any,
+        mp_policy: Any,
     ) -> None:
-        self.name = slots[0].full_name
-        self.slots = slots
-        self.roles = roles
-        self._policy_dtypes = (param_dtype, reduce_dtype)
         self._tp_spec: DTensorSpec | None = param._layout if isinstance(param, DTensor) else None
+        shape = tuple(param.shape)
         placed = plan_on_mesh(
-            self.name,
-            tuple(param.shape),
-            roles,
+            slots[0].full_name,
+            shape,
+            dp_mesh,
             shard_placement_fn(param) if shard_placement_fn is not None else None,
             PLACEMENT_TYPES,
             Replicate(),
@@ -67,34 +58,20 @@ class HSDPParamV2:
             tp_placements=self._tp_spec.placements if self._tp_spec else (),
             concatenate=DeviceMesh.concatenate,
         )
-        self.layout = placed.plan.layout
-        self._spmd_placements = placed.placements
-        self._spec = DTensorSpec(placed.mesh, placed.placements, tuple(param.shape))
+        super().__init__(slots, dp_mesh, shape, placed, (mp_policy.param_dtype, mp_policy.reduce_dtype))
+        self.check_size(local_of(param).shape if isinstance(param, DTensor) else shape)
+        self._recipe = self._recipe_of(param)
+        self._spec = DTensorSpec(placed.mesh, placed.placements, shape)
         self.unsharded_grad: Tensor | None = None
         self._sharded_grad: DTensor | None = None
         self._unsharded: Tensor | None = None
-        self._init_sharded_param(param)
-
-    @property
-    def sharded_size(self) -> tuple[int, ...]:
-        return self.layout.sharded_size(self.roles.shard_rank)
-
-    @property
-    def padded_sharded_param_size(self) -> tuple[int, ...]:
-        return self.layout.padded_sharded_param_size
 
     # ---- the sharded form
 
-    def _init_sharded_param(self, param: Parameter) -> None:
-        recipe = self._recipe(param)
+    def shard(self, param: Parameter) -> None:
+        recipe = self._recipe
         if recipe is None:
-            values = to_host(local_of(param) if isinstance(param, DTensor) else param)
-            if values.shape != self.layout.size:
-                raise ValueError(
-                    f"parameter '{self.name}' of shape {self._spec.shape}: its tensor-parallel shard has shape "
-                    f"{values.shape}, expected {self.layout.size}; distribute it with distribute_tensor"
-                )
-            actual = self._slice(values)
+            actual = self._slice(to_host(local_of(param) if isinstance(param, DTensor) else param))
         else:
             actual = np.zeros(self.sharded_size, np.float32)
         self._storage = ShardStorage(actual, self.layout, param.dtype)
@@ -108,7 +85,7 @@ class HSDPParamV2:
             slot.module._params[slot.name] = self.sharded_param
         self._init_dtypes()
 
-    def _recipe(self, param: Parameter) -> Tensor | None:
+    def _recipe_of(self, param: Parameter) -> Tensor | None:
         """What draws the values of a parameter whose initialisation was deferred."""
         if isinstance(param, DTensor):
             return None
@@ -116,44 +93,30 @@ class HSDPParamV2:
             return Tensor(shape=param.shape, dtype=param.dtype, init=param.init)
         if param.is_meta:
             raise ValueError(
-                f"parameter '{self.name}' of shape {self._spec.shape} is on the meta device and has no initializer; "
+                f"parameter '{self.name}' of shape {self._orig_size} is on the meta device and has no initializer; "
                 "give it one, e.g. Parameter(initializer('normal', shape))"
             )
         return None
 
     def _slice(self, values: np.ndarray) -> np.ndarray:
         """This rank's actual shard of the logical array."""
-        run = self.layout.run(self.roles.shard_rank)
+        run = self.layout.run(self.dp_mesh.shard_rank)
         if self.layout.lead > 1:
             values = values.reshape(-1, *values.shape[self.layout.lead :])
         return values[(slice(None),) * self.layout.dim + (slice(run.start, run.stop),)]
 
     def _init_dtypes(self) -> None:
-        param_dtype, reduce_dtype = self._policy_dtypes
-        self.orig_dtype = self.sharded_param.dtype
-        is_float = self.orig_dtype in ms.common.dtype.float_type
-        self.param_dtype = param_dtype if param_dtype is not None and is_float else self.orig_dtype
-        self.reduce_dtype = reduce_dtype if reduce_dtype is not None and is_float else self.param_dtype
+        dtype = self.sharded_param.dtype
+        self.choose_dtypes(dtype, dtype in ms.common.dtype.float_type)
 
     def reset_sharded_param(self) -> None:
-        """Restore the storage behind the actual shard after a method of a cell replaced it.
-
-        Called at the first forward and before every all-gather. The Parameter object stays the one that optimizers
-        hold; its padding is zero afterwards.
-
-        Raises:
-            ValueError: the parameter or its local shard was replaced by one of another kind or shape.
-        """
+        """Called at the first forward and before every all-gather."""
         for slot in self.slots:
             if slot.module._params[slot.name] is not self.sharded_param:
                 self._adopt(slot.module._params[slot.name])
         if not self._storage.holds(self.sharded_param):
             local = local_of(self.sharded_param)
-            if tuple(local.shape) != self.sharded_size:
-                raise ValueError(
-                    f"parameter '{self.name}' of shape {self._spec.shape}: its local shard became "
-                    f"{tuple(local.shape)}, expected {self.sharded_size} for placements {self._spmd_placements}"
-                )
+            self.check_sharded_size(local.shape)
             self._storage = ShardStorage(to_host(local), self.layout, local.dtype)
             swap_memory(self.sharded_param, self._storage.local)
             self._init_dtypes()
@@ -182,7 +145,7 @@ class HSDPParamV2:
         assert self._unsharded is not None, f"{self.name} was never gathered"
         return self._unsharded
 
-    def fill_unsharded(self, chunks: list[Tensor]) -> None:
+    def fill_unsharded(self, chunks: Sequence[Tensor]) -> None:
         """Give the unsharded parameter its memory and its values.
 
         Args:
@@ -197,7 +160,7 @@ class HSDPParamV2:
             return
         if self.layout.dim == 0:
             lengths = [length * self.layout.row_numel for length in self.layout.lengths]
-            held = [chunk[:length] for chunk, length in zip(chunks, lengths, strict=True) if length]
+            held = [mint.narrow(chunk, 0, 0, length) for chunk, length in zip(chunks, lengths, strict=True) if length]
             whole = ops.cat(held).reshape(self.layout.size)
         else:
             shards = [chunk.reshape(self.padded_sharded_param_size) for chunk in chunks]
@@ -252,14 +215,11 @@ class HSDPParamV2:
             grad = grad.astype(self.reduce_dtype)
         if layout.dim != 0:
             return [[part.reshape((-1,))] for part in mint.split(grad, layout.dim_shard_size, layout.dim)]
-        flat = grad.reshape((-1,))
-        pieces: list[list[Tensor]] = []
-        for rank in range(layout.world_size):
-            run = layout.run(rank)
-            start, stop = run.start * layout.row_numel, run.stop * layout.row_numel
-            missing = layout.padded_numel - (stop - start)
-            own = [flat[start:stop]] if stop > start else []
-            pieces.append(own + ([mint.zeros((missing,), dtype=self.reduce_dtype)] if missing else []))
+        lengths = [length * layout.row_numel for length in layout.lengths]
+        pieces = []
+        for own in mint.split(grad.reshape((-1,)), lengths):
+            missing = layout.padded_numel - own.size
+            pieces.append([own, mint.zeros((missing,), dtype=self.reduce_dtype)] if missing else [own])
         return pieces
 
     def put_sharded_grad(self, reduced: Tensor) -> None:

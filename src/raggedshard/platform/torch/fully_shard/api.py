@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from raggedshard.fully_shard.data_parallel import check_post_forward_ranks
+from raggedshard.fully_shard.param import Slot
 from raggedshard.fully_shard.policies import MixedPrecisionPolicy, OffloadPolicy
-from raggedshard.fully_shard.units import check_modules, check_ties, claim, collect_slots, own_modules
+from raggedshard.fully_shard.units import make_params, own_modules
 from raggedshard.platform.torch.dtensor import ShardedDTensor
 from raggedshard.platform.torch.fully_shard.hooks import attach_hooks
 from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh, default_mesh
@@ -84,40 +84,28 @@ def fully_shard(
         NotImplementedError: ``shard_placement_fn`` asks for a dim other than 0 that does not divide.
     """
     modules = tuple(module) if isinstance(module, list | tuple) else (module,)
-    check_modules(modules, TREE)
     dp_mesh = DataParallelMesh(mesh if mesh is not None else default_mesh())
-    check_post_forward_ranks(reshard_after_forward, dp_mesh)
-    slots = collect_slots(modules, ignored_params or (), TREE)
-    check_ties(modules, slots, lambda param: param.placements if isinstance(param, ShardedDTensor) else None)
-    params = [
-        HSDPParamV2(
-            name=places[0].full_name,
-            param=param,
-            slots=places,
-            dp_mesh=dp_mesh,
-            shard_placement_fn=shard_placement_fn,
-            param_dtype=mp_policy.param_dtype,
-            reduce_dtype=mp_policy.reduce_dtype,
-            offload_policy=offload_policy,
-        )
-        for param, places in slots
-    ]
-    # Every check has passed: a call that raises leaves the module as it was.
-    for (param, _), sharded in zip(slots, params, strict=True):
-        sharded.shard(param)
-    claim(modules, slots)
+
+    def make(param: nn.Parameter, slots: list[Slot]) -> HSDPParamV2:
+        return HSDPParamV2(param, slots, dp_mesh, shard_placement_fn, mp_policy, offload_policy)
+
+    params = make_params(modules, TREE, dp_mesh, reshard_after_forward, ignored_params, _sharded_as, make)
     _move_buffers(modules, dp_mesh.device)
     group = HSDPParamGroup(params, dp_mesh) if params else None
     state = TorchState(modules, group, reshard_after_forward)
     if group is not None:
         group.accumulate_in_reduce_dtype = mp_policy.reduce_dtype is not None
-    state.set_reshard_after_forward(reshard_after_forward)
     attach_hooks(modules, state, mp_policy, lambda: lazy_init(state))
     for m in modules:
         mix_in(m, state)
     if group is not None:
         attach_state_dict_hooks(modules, state)
     return module
+
+
+def _sharded_as(param: nn.Parameter) -> Any:
+    """The placements of a parameter that `fully_shard` made; other DTensors are tensor parallelism's."""
+    return param.placements if isinstance(param, ShardedDTensor) else None
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raggedshard.fully_shard.data_parallel import DataParallelRoles
 
-__all__ = ["DataParallelMesh", "concatenate_meshes", "default_mesh"]
+__all__ = ["DataParallelMesh", "concatenate_meshes", "default_mesh", "subgroup"]
 
 
 def default_mesh() -> DeviceMesh:
@@ -54,3 +55,19 @@ class DataParallelMesh(DataParallelRoles):
         if self.mesh.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
+
+
+_SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def subgroup(dp_mesh: DataParallelMesh, size: int) -> dist.ProcessGroup:
+    """This rank's group of ``size`` neighbours along the shard dim, made once per mesh."""
+    groups = _SUBGROUPS.setdefault(dp_mesh.shard_group, {})
+    if size not in groups:
+        ranks = dist.get_process_group_ranks(dp_mesh.shard_group)
+        first = dp_mesh.shard_rank // size * size
+        # Only members take part: other slices of the mesh (replicas, tensor-parallel ranks) make groups of their own.
+        group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        groups[size] = group
+    return groups[size]

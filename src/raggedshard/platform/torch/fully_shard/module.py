@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import nn
 
-from raggedshard.fully_shard.data_parallel import check_post_forward_ranks
 from raggedshard.fully_shard.methods import FSDPMethods
 from raggedshard.fully_shard.state import HSDPState
 from raggedshard.fully_shard.units import begin_run
 from raggedshard.platform.torch.fully_shard.hooks import TorchEngine
-from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh
 from raggedshard.platform.torch.fully_shard.param_group import HSDPParamGroup
 
 __all__ = ["TREE", "FSDPModule", "TorchState", "lazy_init", "mix_in", "state_of"]
@@ -23,21 +19,9 @@ _STATE = "_raggedshard_state"
 
 
 class TorchState(HSDPState):
-    """`HSDPState` with the torch objects that belong to it."""
+    """`HSDPState` of torch modules."""
 
     group: HSDPParamGroup | None
-
-    def __init__(
-        self, modules: tuple[nn.Module, ...], group: HSDPParamGroup | None, reshard_after_forward: bool | int | None
-    ) -> None:
-        super().__init__(group, reshard_after_forward)
-        self.modules = modules
-
-    def set_reshard_after_forward(self, value: bool | int | None) -> None:
-        self.reshard_after_forward = value
-        if self.group is not None:
-            ranks = check_post_forward_ranks(value, self.group.dp_mesh)
-            self.group.post_forward_group = None if ranks is None else _subgroup(self.group.dp_mesh, ranks)
 
 
 def state_of(module: nn.Module) -> TorchState | None:
@@ -67,22 +51,6 @@ class _TorchTree:
 
 
 TREE = _TorchTree()
-
-
-_SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-
-
-def _subgroup(dp_mesh: DataParallelMesh, size: int) -> dist.ProcessGroup:
-    """This rank's group of ``size`` neighbours along the shard dim, made once per mesh."""
-    groups = _SUBGROUPS.setdefault(dp_mesh.shard_group, {})
-    if size not in groups:
-        ranks = dist.get_process_group_ranks(dp_mesh.shard_group)
-        first = dp_mesh.shard_rank // size * size
-        # Only members take part: other slices of the mesh (replicas, tensor-parallel ranks) make groups of their own.
-        group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        groups[size] = group
-    return groups[size]
 
 
 def lazy_init(state: TorchState) -> None:

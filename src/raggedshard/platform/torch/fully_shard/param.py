@@ -8,14 +8,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from raggedshard.fully_shard.data_parallel import plan_on_mesh
+from raggedshard.fully_shard.param import Slot, UnitParam
 from raggedshard.fully_shard.policies import CPUOffloadPolicy
 from raggedshard.fully_shard.sharding import PlacementTypes
-from raggedshard.fully_shard.units import Slot
 from raggedshard.platform.torch.autograd import redistribute_sharded
 from raggedshard.platform.torch.dtensor import wrap_local
 from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh, concatenate_meshes
@@ -38,83 +37,62 @@ def _set(slot: Slot, param: nn.Parameter) -> None:
         slot.module.__dict__[slot.name] = param
 
 
-class HSDPParamV2:
-    """A parameter of a unit, between its sharded and its unsharded form.
+class HSDPParamV2(UnitParam[DataParallelMesh]):
+    """`UnitParam` in torch's tensors, between its sharded and its unsharded form.
 
     Attributes:
-        sharded_param: what the optimizer holds, for good: a DTensor Parameter of the logical shape.
-        sharded_size: shape of this rank's actual shard.
-        padded_sharded_param_size: shape of what a collective carries for each rank.
         _sharded_param_data: 1-D, ``padded_sharded_param_size`` elements. For an even parameter it is
             ``sharded_param.view(-1)``; otherwise a zero-filled storage of which the actual shard is the front.
         unsharded_param: what the module computes with; its storage is empty while the unit is sharded.
     """
 
+    sharded_param: nn.Parameter
+
     def __init__(
         self,
-        name: str,
         param: nn.Parameter,
         slots: list[Slot],
         dp_mesh: DataParallelMesh,
         shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        mp_policy: Any,
         offload_policy: Any,
     ) -> None:
-        self.name = name
-        self.slots = slots
-        self.dp_mesh = dp_mesh
-        self.offload_to_cpu = isinstance(offload_policy, CPUOffloadPolicy) or hasattr(offload_policy, "pin_memory")
-        self.pin_memory = self.offload_to_cpu and offload_policy.pin_memory
-        self._policy_dtypes = (param_dtype, reduce_dtype)
         self._tp_spec = param._spec if isinstance(param, DTensor) else None
-        self._orig_size = param.shape
-        self._contiguous_stride = _contiguous_stride(param.shape)
-        requested = shard_placement_fn(param) if shard_placement_fn is not None else None
-        plan = plan_on_mesh(
-            name,
+        placed = plan_on_mesh(
+            slots[0].full_name,
             param.shape,
             dp_mesh,
-            requested,
+            shard_placement_fn(param) if shard_placement_fn is not None else None,
             PLACEMENT_TYPES,
             Replicate(),
             tp_mesh=self._tp_spec.mesh if self._tp_spec is not None else None,
             tp_placements=self._tp_spec.placements if self._tp_spec is not None else (),
             concatenate=concatenate_meshes,
         )
-        self.layout = plan.plan.layout
-        self._spmd_mesh: DeviceMesh = plan.mesh
-        self._spmd_placements: tuple[Placement, ...] = plan.placements
+        super().__init__(slots, dp_mesh, param.shape, placed, (mp_policy.param_dtype, mp_policy.reduce_dtype))
+        self.check_size(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
+        self.offload_to_cpu = isinstance(offload_policy, CPUOffloadPolicy) or hasattr(offload_policy, "pin_memory")
+        self.pin_memory = self.offload_to_cpu and offload_policy.pin_memory
+        self._contiguous_stride = _contiguous_stride(param.shape)
         self._unsharded_param: nn.Parameter | None = None
         self._unsharded_flat: torch.Tensor | None = None
         self.unsharded_grad: torch.Tensor | None = None
-        self._check_local_shape(param)
 
     @property
     def is_meta(self) -> bool:
-        """Whether it has no values yet."""
         return self.sharded_param.is_meta
 
     @property
     def sharded_size(self) -> torch.Size:
-        return torch.Size(self.layout.sharded_size(self.dp_mesh.shard_rank))
+        return torch.Size(super().sharded_size)
 
     @property
     def padded_sharded_param_size(self) -> torch.Size:
-        return torch.Size(self.layout.padded_sharded_param_size)
+        return torch.Size(super().padded_sharded_param_size)
 
     # ---- the sharded form
 
-    def _check_local_shape(self, param: nn.Parameter) -> None:
-        shape = tuple(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
-        if shape != self.layout.size:
-            raise ValueError(
-                f"parameter '{self.name}' of shape {tuple(self._orig_size)}: its tensor-parallel shard has shape "
-                f"{shape}, expected {self.layout.size}; distribute it with torch's chunk rule"
-            )
-
     def shard(self, param: nn.Parameter) -> None:
-        """Put this rank's shard of ``param`` into the modules. Nothing was changed before."""
         data = param.detach()
         if isinstance(data, DTensor):
             data = data._local_tensor
@@ -159,21 +137,10 @@ class HSDPParamV2:
         return cast(DTensor, self.sharded_param)._local_tensor
 
     def _init_dtypes(self) -> None:
-        param_dtype, reduce_dtype = self._policy_dtypes
-        self.orig_dtype = self.sharded_param.dtype
-        self.param_dtype = (
-            param_dtype if param_dtype is not None and self.orig_dtype.is_floating_point else self.orig_dtype
-        )
-        self.reduce_dtype = (
-            reduce_dtype if reduce_dtype is not None and self.orig_dtype.is_floating_point else self.param_dtype
-        )
+        self.choose_dtypes(self.sharded_param.dtype, self.sharded_param.dtype.is_floating_point)
 
     def reset_sharded_param(self) -> None:
-        """Restore the storage behind the actual shard after a module method replaced it.
-
-        Called at the first forward and after ``to_empty``, dtype or device casts and ``load_state_dict``. The
-        Parameter object stays the one that optimizers hold; its padding is zero afterwards.
-        """
+        """Called at the first forward and after ``to_empty``, dtype or device casts and ``load_state_dict``."""
         self._adopt_replacement()
         local = self._local
         if local.is_meta:
@@ -183,11 +150,7 @@ class HSDPParamV2:
             for view in self._padding_views():
                 view.zero_()
             return
-        if tuple(local.shape) != tuple(self.sharded_size):
-            raise ValueError(
-                f"parameter '{self.name}' of shape {tuple(self._orig_size)}: its local shard became "
-                f"{tuple(local.shape)}, expected {tuple(self.sharded_size)} for placements {self._spmd_placements}"
-            )
+        self.check_sharded_size(local.shape)
         with torch.inference_mode(False), torch.no_grad():
             self._sharded_param_data, self._own_local = self._make_storage(local.detach())
         cast(Any, self.sharded_param)._local_tensor = self._own_local

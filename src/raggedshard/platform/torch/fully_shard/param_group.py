@@ -7,17 +7,16 @@ Padding is zero in every chunk and read by neither end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from raggedshard.fully_shard.identity import DIGITS, decode, describe_mismatch, encode
+from raggedshard.fully_shard.identity import DIGITS, decode, encode
 from raggedshard.fully_shard.layout import FusedLayout
-from raggedshard.fully_shard.reduction import Region, divisors, plan_regions
+from raggedshard.fully_shard.reduction import Region, params_of, plan_regions, used_anywhere
 from raggedshard.platform.torch.fully_shard.collectives import all_reduce_sum, exchange_chunks
-from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh
+from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh, subgroup
 from raggedshard.platform.torch.fully_shard.param import HSDPParamV2
 from raggedshard.platform.torch.fully_shard.unsharding import UnshardingGroup
 from raggedshard.platform.torch.fully_shard.views import chunk_views, padding_views
@@ -50,57 +49,34 @@ class _Reduction:
     sent: torch.Tensor = field(repr=False)
 
 
-@dataclass
-class _Partial:
-    """HSDP: sums over the shard dim whose all-reduce waits for a later backward."""
-
-    params: list[HSDPParamV2]
-    sums: list[torch.Tensor]
-
-
 class HSDPParamGroup(UnshardingGroup):
     """`UnshardingGroup` and its gradients."""
 
     def __init__(self, params: list[HSDPParamV2], dp_mesh: DataParallelMesh) -> None:
         super().__init__(params, dp_mesh)
-        self.gradient_divide_factor: float | None = None
-        self.accumulate_in_reduce_dtype = True
         self._reduction: _Reduction | None = None
-        self._partial: _Partial | None = None
-
-    @property
-    def trainable(self) -> list[HSDPParamV2]:
-        return [p for p in self.params if p.sharded_param.requires_grad]
-
-    @property
-    def has_trainable(self) -> bool:
-        return any(p.sharded_param.requires_grad for p in self.params)
 
     @property
     def has_unsharded_grads(self) -> bool:
-        """Whether autograd left gradients that were not taken yet, or taken ones were not reduced."""
+        # Those that autograd left and nobody has taken, and taken ones that were not reduced.
         return any(
             p.unsharded_grad is not None or (p._unsharded_param is not None and p._unsharded_param.grad is not None)
             for p in self.params
         )
 
     @property
-    def has_partial_reduction(self) -> bool:
-        """Whether gradients of earlier backwards wait for their all-reduce."""
-        return self._partial is not None
-
-    @property
     def overlaps_reduction(self) -> bool:
-        """Whether a reduction stays under way while the next unit's backward runs."""
         return self.dp_mesh.device.type != "cpu"
 
     def abandon_backward(self) -> None:
-        """Drop what a backward that raised left behind: gradients not yet taken, a reduction not handed out."""
         for p in self.params:
             p.drop_unsharded_grad()
         reduction, self._reduction = self._reduction, None
         if reduction is not None and reduction.work is not None:
             reduction.work.wait()
+
+    def subgroup(self, size: int) -> dist.ProcessGroup:
+        return subgroup(self.dp_mesh, size)
 
     @torch.no_grad()
     def take_unsharded_grads(self) -> None:
@@ -110,20 +86,16 @@ class HSDPParamGroup(UnshardingGroup):
     def _plan_chunk(self) -> tuple[list[_Region], int]:
         """The regions of a chunk and its bytes; the first one starts with the unit's number and the used flags."""
         planned = plan_regions(self.trainable, front=self._number_length)
-        packed = FusedLayout.pack([(region.numel, region.dtype.itemsize) for region in planned])
+        packed = FusedLayout.pack(tuple((region.numel, region.dtype.itemsize) for region in planned))
         regions = [_Region(region, first) for region, first in zip(planned, packed.offsets, strict=True)]
         return regions, packed.chunk_bytes
 
     @torch.no_grad()
     def start_reduce(self, all_reduce: bool) -> None:
-        """Copy the taken gradients into one buffer and start to exchange it; `finish_reduce` finishes.
-
-        Parameters without a gradient take part with zeros, so the exchange is the same on ranks that used others.
-        """
         regions, chunk_bytes = self._plan_chunk()
         size = self.dp_mesh.shard_world_size
         chunks = torch.empty((size, chunk_bytes), dtype=torch.uint8, device=self.dp_mesh.device)
-        params = [p for region in regions for p in region.plan.params]
+        params = params_of(region.plan for region in regions)
         used = [p.unsharded_grad is not None for p in params]
         front = torch.tensor([*self._number(), *map(float, used)], dtype=regions[0].plan.dtype)
         regions[0].view(chunks)[:, : front.numel()] = front.to(chunks.device)
@@ -153,18 +125,13 @@ class HSDPParamGroup(UnshardingGroup):
             torch._foreach_copy_(targets, sources)
         if zeros:
             torch._foreach_zero_(zeros)
-        before, _ = self._divisors(region.plan.dtype)
+        before, _ = self.divisors(region.plan.dtype == torch.float16)
         if before != 1:
             first = region.plan.starts[0]
             chunks[:, first:].div_(before)
 
-    def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
-        ranks = self.dp_mesh.shard_world_size * self.dp_mesh.replicate_world_size
-        return divisors(self.gradient_divide_factor, ranks, is_half=dtype == torch.float16)
-
     @torch.no_grad()
     def finish_reduce(self) -> None:
-        """Add up what the ranks sent and hand each parameter the gradient of its actual shard."""
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
@@ -193,7 +160,7 @@ class HSDPParamGroup(UnshardingGroup):
         """``numbers``, ``(ranks, DIGITS)``, must all be this unit's."""
         others = {rank: unit for rank, unit in enumerate(map(decode, numbers.tolist())) if unit != self.unit}
         if others:
-            raise RuntimeError(describe_mismatch(action, self.unit, self.unit_names, others))
+            raise self.mismatch(action, others)
 
     def _check_exchanged(self, reduction: _Reduction) -> None:
         first = DIGITS * self.dp_mesh.replicate_rank
@@ -202,17 +169,12 @@ class HSDPParamGroup(UnshardingGroup):
 
     def _all_reduce(self, sums: list[torch.Tensor], reduction: _Reduction) -> bool:
         """Add up over the replicas; ``False`` while that waits for a later backward."""
-        params = [p for region in reduction.regions for p in region.plan.params]
-        partial, self._partial = self._partial, None
-        if partial is not None:
-            if partial.params != params:
-                raise RuntimeError(
-                    f"unit '{self.unit_names[self.unit]}': parameters were frozen or unfrozen while gradients wait for "
-                    "their all-reduce. Do so after a backward with set_requires_all_reduce(True)"
-                )
-            torch._foreach_add_(sums, partial.sums)
+        params = params_of(region.plan for region in reduction.regions)
+        earlier = self.take_partial_sums(params)
+        if earlier is not None:
+            torch._foreach_add_(sums, earlier)
         if not reduction.all_reduce:
-            self._partial = _Partial(params, sums)
+            self.keep_partial_sums(params, sums)
             return False
         group = self.dp_mesh.replicate_group
         assert group is not None
@@ -224,16 +186,15 @@ class HSDPParamGroup(UnshardingGroup):
         return True
 
     def _used_anywhere(self, reduction: _Reduction, total: torch.Tensor) -> set[HSDPParamV2]:
-        """The parameters that some rank had a gradient for. One that no rank used has none, as without sharding."""
-        params = [p for region in reduction.regions for p in region.plan.params]
-        flags: Sequence[float] = [1.0] * len(params)
-        if not all(reduction.used):
-            flags = total[self._number_length : self._number_length + len(params)].real.tolist()
-        return {p for p, flag in zip(params, flags, strict=True) if flag > 0}
+        params = params_of(region.plan for region in reduction.regions)
+        if all(reduction.used):
+            return set(params)
+        flags = total[self._number_length : self._number_length + len(params)]
+        return used_anywhere(params, flags.real.tolist())
 
     def reduce_scatter_grad(self, region: _Region, total: torch.Tensor, used: set[HSDPParamV2]) -> None:
         """Give each used parameter its part of the reduced region; padding stays behind."""
-        _, after = self._divisors(region.plan.dtype)
+        _, after = self.divisors(region.plan.dtype == torch.float16)
         if after != 1:
             total[region.plan.starts[0] :].div_(after)
         for p, start in zip(region.plan.params, region.plan.starts, strict=True):

@@ -5,14 +5,14 @@ a chunk per rank:  | unit number | shard of p0 (padded) | shard of p1 (padded) |
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from raggedshard.fully_shard.identity import HEADER_BYTES, describe_mismatch
+from raggedshard.fully_shard.identity import HEADER_BYTES
 from raggedshard.fully_shard.layout import FusedLayout
+from raggedshard.fully_shard.param_group import ParamGroup
 from raggedshard.platform.torch.fully_shard.collectives import all_gather_chunks
 from raggedshard.platform.torch.fully_shard.mesh import DataParallelMesh
 from raggedshard.platform.torch.fully_shard.param import HSDPParamV2
@@ -30,37 +30,25 @@ class _Gather:
     unit: int
 
 
-class UnshardingGroup:
-    """The parameters of one unit, whole or in shards.
-
-    Args:
-        params: in an order that is the same on every rank.
-        dp_mesh: the mesh that shards (and replicates) them.
-    """
+class UnshardingGroup(ParamGroup[HSDPParamV2, DataParallelMesh]):
+    """`ParamGroup`, and how its parameters become whole."""
 
     def __init__(self, params: list[HSDPParamV2], dp_mesh: DataParallelMesh) -> None:
-        self.params = params
-        self.dp_mesh = dp_mesh
-        self.unit = 0
-        self.unit_names: Sequence[str] = ("",)
-        self.post_forward_group: dist.ProcessGroup | None = None
-        self.is_unsharded = False
+        super().__init__(params, dp_mesh)
         self._gather: _Gather | None = None
         self._gathered_versions: list[tuple[int, int]] = []
         self._kept: _Gather | None = None
 
     @property
     def is_stale(self) -> bool:
-        """Whether the sharded parameters were written to since they were gathered."""
         gathered = self.is_unsharded or self._gather is not None or self._kept is not None
         return gathered and self._gathered_versions != [p.version for p in self.params]
 
     def _gather_layout(self) -> FusedLayout:
-        fields = [(p.layout.padded_numel, p.param_dtype.itemsize) for p in self.params]
+        fields = tuple((p.layout.padded_numel, p.param_dtype.itemsize) for p in self.params)
         return FusedLayout.pack(fields, header=HEADER_BYTES, alignment=HEADER_BYTES)
 
     def unshard(self, async_op: bool = False) -> None:
-        """Start the all-gather; `wait_for_unshard` finishes it. Nothing happens if it is done or under way."""
         if self.is_unsharded or self._gather is not None:
             return
         if self._kept is not None:
@@ -90,7 +78,6 @@ class UnshardingGroup:
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:
-        """Finish the all-gather: the unsharded parameters are in the modules afterwards."""
         gather, self._gather = self._gather, None
         if gather is None:
             for p in self.params:
@@ -113,7 +100,7 @@ class UnshardingGroup:
         units = gather.chunks[:, :HEADER_BYTES].contiguous().view(torch.int64).flatten().tolist()
         others = {rank: unit for rank, unit in enumerate(units) if unit != gather.unit}
         if others:
-            raise RuntimeError(describe_mismatch("all-gather", self.unit, self.unit_names, others))
+            raise self.mismatch("all-gather", others)
 
     def _copy_out(self, chunks: torch.Tensor) -> None:
         targets: list[torch.Tensor] = []
@@ -141,26 +128,10 @@ class UnshardingGroup:
         work = all_gather_chunks(chunks, self.post_forward_group)
         return _Gather(chunks.view(-1, kept.chunks.shape[1]), work, kept.unit)
 
-    def reshard(self, after_forward: bool = False) -> None:
-        """Free the unsharded parameters and put the sharded ones back.
-
-        Args:
-            after_forward: backward will gather again, so keep what ``reshard_after_forward=n`` holds for it.
-        """
+    def _drop_gathered(self, after_forward: bool) -> None:
         if self._gather is not None:  # gathered ahead and not used: other ranks still take part
             if self._gather.work is not None:
                 self._gather.work.wait()
             self._gather = None
         if not after_forward:
             self._kept = None
-        if not self.is_unsharded:
-            return
-        for p in self.params:
-            p.to_sharded()
-            p.free_unsharded()
-        self.is_unsharded = False
-
-    def reset_sharded_params(self) -> None:
-        """`HSDPParamV2.reset_sharded_param` for all; the unit must be sharded."""
-        for p in self.params:
-            p.reset_sharded_param()
