@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from raggedshard.geometry import Box
 from raggedshard.placements import Partial, RaggedShard, RaggedStridedShard, Replicate, Shard, StridedShard
 
 Indices = dict[tuple[int, ...], np.ndarray]
@@ -165,3 +166,13 @@ def _parts_of(blocks: list[np.ndarray], parts: int, units: list[tuple[int, ...]]
     else:
         cut = [_proportions(block, of_block) for block, of_block in zip(blocks, units, strict=False)]
     return [np.concatenate([of_block[i] for of_block in cut]) for i in range(parts)]
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """A box as an index of a numpy array or a tensor."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
+
+
+def numbered(shape: tuple[int, ...]) -> np.ndarray:
+    """An array whose elements tell where they are."""
+    return np.arange(math.prod(shape)).reshape(shape)

@@ -15,7 +15,8 @@ from torch.distributed.tensor import placement_types as torch_placements
 
 from layouts import Layout, layouts
 from raggedshard import placements as neutral
-from raggedshard.geometry import Box, Cut, chunk_lengths, strided_blocks
+from raggedshard.cuts import Cut
+from raggedshard.geometry import Box, chunk_lengths, strided_blocks
 from raggedshard.placements import (
     Partial,
     Replicate,

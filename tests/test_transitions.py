@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layouts import Layout, layouts, ranks
-from raggedshard.geometry import Box, Cut, Piece
+from raggedshard.cuts import Cut, Piece
+from raggedshard.geometry import Box
 from raggedshard.placements import cut_of
 from raggedshard.transitions import gathered_mesh_dims, intersection, plan_transition
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raggedshard.geometry import Cut, Piece, check_cuts, coordinates, local_pieces, local_shape
+from raggedshard.cuts import Cut, Piece, check_cuts, local_pieces, local_shape
+from raggedshard.geometry import coordinates
 
 __all__ = [
     "Partial",

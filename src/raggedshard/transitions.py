@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from raggedshard.geometry import Box, Cut, Piece, cut_order, local_pieces, local_shape
+from raggedshard.cuts import Cut, Piece, cut_order, local_pieces, local_shape
+from raggedshard.geometry import Box
 
 __all__ = ["BoxCopy", "Transition", "gathered_mesh_dims", "intersection", "plan_transition"]
 

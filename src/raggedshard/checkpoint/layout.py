@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from raggedshard.geometry import Box, Piece
+from raggedshard.cuts import Piece
+from raggedshard.geometry import Box
 from raggedshard.placements import cut_of, pieces_of, shape_of
 
 __all__ = ["TensorLayout", "file_name", "files_of"]

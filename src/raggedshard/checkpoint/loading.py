@@ -16,7 +16,8 @@ from raggedshard.checkpoint.layout import TensorLayout
 from raggedshard.checkpoint.plan import find_fault, plan_reads
 from raggedshard.checkpoint.shard_file import StoredChunk, map_chunk, read_header
 from raggedshard.checkpoint.state import decode_value
-from raggedshard.geometry import Box, Piece
+from raggedshard.cuts import Piece
+from raggedshard.geometry import Box
 
 __all__ = ["load_tensors"]
 

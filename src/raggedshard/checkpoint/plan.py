@@ -7,7 +7,8 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from raggedshard.geometry import Box, Piece
+from raggedshard.cuts import Piece
+from raggedshard.geometry import Box
 from raggedshard.transitions import intersection
 
 __all__ = ["Read", "find_fault", "plan_reads"]

@@ -17,7 +17,7 @@ from raggedshard.checkpoint.index import CheckpointIndex, write_index
 from raggedshard.checkpoint.layout import TensorLayout, files_of
 from raggedshard.checkpoint.shard_file import Chunk, write_file
 from raggedshard.checkpoint.state import encode_value
-from raggedshard.geometry import Piece
+from raggedshard.cuts import Piece
 
 __all__ = ["save_tensors"]
 

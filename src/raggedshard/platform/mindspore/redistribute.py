@@ -15,7 +15,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint
 
-from raggedshard.geometry import Box, Piece
+from raggedshard.cuts import Piece
+from raggedshard.geometry import Box
 from raggedshard.placements import Replicate, cut_of, pieces_of, shape_of
 from raggedshard.platform.mindspore.collectives import all_gather, all_reduce
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh

@@ -28,7 +28,8 @@ from raggedshard.checkpoint import (
     load_tensors,
     save_tensors,
 )
-from raggedshard.geometry import Box, Piece
+from raggedshard.cuts import Piece
+from raggedshard.geometry import Box
 
 # Imported for what they do: torch's own functions learn our layouts.
 from raggedshard.platform.torch import full_state_dict as full_state_dict

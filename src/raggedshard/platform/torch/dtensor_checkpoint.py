@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from raggedshard.geometry import Box, Piece
+from raggedshard.cuts import Piece
+from raggedshard.geometry import Box
 from raggedshard.platform.torch.shards import box_view, has_partial, local_of, pieces_on
 
 __all__ = ["chunks", "shard_at", "write_items"]

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from raggedshard.geometry import Box, Cut, Piece, local_pieces, local_shape
+from raggedshard.cuts import Cut, Piece, local_pieces, local_shape
+from raggedshard.geometry import Box
 from raggedshard.placements import cut_of, is_ragged
 from raggedshard.platform.torch.collectives import coordinate_of
 from raggedshard.platform.torch.private import AsyncCollectiveTensor
