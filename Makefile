@@ -2,20 +2,18 @@
 
 VENV ?= .venv
 PYTHON ?= python3
+BACKEND ?= torch
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-long lint types
+.PHONY: demo test lint types
 
 demo: $(INSTALLED)
-	$(BIN)/raggedshard train --out out
+	$(BIN)/raggedshard train --backend $(BACKEND) --out out
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
-
-test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -m long
 
 lint: types
 	$(BIN)/ruff check

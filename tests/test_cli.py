@@ -239,6 +239,17 @@ def test_the_report_shows_the_same_parameter_of_all_blocks_as_one_line(capsys: p
     assert any(line.split() == ["all", "together", "24"] for line in lines)
 
 
+def test_a_long_run_that_writes_to_a_file_says_how_far_it_is(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    comparison = Comparison([], [1.5], [1.25])
+    assert list(Reporter(tmp_path).track(range(2), comparison)) == [0, 1]
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr("raggedshard.cli.report.SECONDS_BETWEEN_LINES", 0)
+    assert list(Reporter(tmp_path).track(range(2), comparison)) == [0, 1]
+    assert capsys.readouterr().out.splitlines() == [f"step {step} of 2, loss 1.5000 and 1.2500" for step in (1, 2)]
+
+
 def test_curves_of_a_single_step_can_be_drawn(tmp_path: Path):
     draw_losses(Comparison([], [1.0], [1.0]), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG_SIGNATURE)

@@ -30,10 +30,10 @@ class MindSporeBackend:
 
     def __init__(self) -> None:
         ms.set_device("CPU")
-        ms.runtime.dispatch_threads_num(1)
-        ms.set_context(runtime_num_threads=1)
         # The threads that pass operators on wait by spinning: ranks that share cores would wait for each other's.
         ms.runtime.launch_blocking()
+        ms.runtime.dispatch_threads_num(1)
+        ms.set_context(runtime_num_threads=1)
         init_process_group()
         self.rank, self.world_size = get_rank(), get_world_size()
         self.group = group_of(tuple(range(self.world_size)))

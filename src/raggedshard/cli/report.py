@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from raggedshard.cli.comparison import (
 
 WIDTH_WITHOUT_TERMINAL = 120
 LOSS_ROWS = 12
+SECONDS_BETWEEN_LINES = 10
 
 
 class Silence:
@@ -52,9 +54,10 @@ class Reporter(Silence):
         layouts, ranks = both.comparison.layouts, both.backend.world_size
         elements = sum(math.prod(layout.shape) for layout in layouts)
         tokens = both.recipe.rows_per_rank * ranks * both.recipe.context
+        steps = f"{both.options.steps} step{'s' if both.options.steps > 1 else ''}"
         self.console.print(
             f"[bold]{both.options.model}[/bold] on {both.backend.title}: {elements:,} float32 parameters, AdamW, "
-            f"{both.options.steps} steps of {tokens:,} tokens of Python's standard library.\n"
+            f"{steps} of {tokens:,} tokens of Python's standard library.\n"
             f"Trained twice on the same batches: [cyan]sharded[/cyan] over {ranks} processes, and "
             f"[magenta]unsharded[/magenta] in one.\n"
         )
@@ -69,7 +72,11 @@ class Reporter(Silence):
         )
 
     def track(self, numbers: Iterable[int], comparison: Comparison) -> Iterator[int]:
-        """Yield the numbers of the steps, with a bar and the latest losses."""
+        """Yield the numbers of the steps, with a bar on a terminal and a line now and then in a file."""
+        follow = self._with_bar if self.console.is_terminal else self._with_lines
+        yield from follow(list(numbers), comparison)
+
+    def _with_bar(self, numbers: list[int], comparison: Comparison) -> Iterator[int]:
         columns = (
             "training",
             BarColumn(),
@@ -77,14 +84,19 @@ class Reporter(Silence):
             TimeRemainingColumn(),
             TextColumn("{task.fields[loss]}"),
         )
-        steps = list(numbers)
-        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
-            task = progress.add_task("training", total=len(steps), loss="")
-            for number in steps:
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task("training", total=len(numbers), loss="")
+            for number in numbers:
                 yield number
-                sharded, unsharded = comparison.sharded_losses[-1], comparison.unsharded_losses[-1]
-                loss = f"loss [cyan]{sharded:.4f}[/] and [magenta]{unsharded:.4f}[/]"
-                progress.update(task, advance=1, loss=loss)
+                progress.update(task, advance=1, loss=_latest_losses(comparison))
+
+    def _with_lines(self, numbers: list[int], comparison: Comparison) -> Iterator[int]:
+        last = time.monotonic()
+        for number in numbers:
+            yield number
+            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                self.console.print(f"step {number + 1} of {len(numbers)}, {_latest_losses(comparison)}")
+                last = time.monotonic()
 
     def after(self, comparison: Comparison) -> None:
         """Losses, the picture and the verdict."""
@@ -104,6 +116,11 @@ class Reporter(Silence):
             self.console.print(f"No picture: {error}. Install raggedshard\\[plot].")
         else:
             self.console.print(f"Loss curves: {path.resolve()}", soft_wrap=True)
+
+
+def _latest_losses(comparison: Comparison) -> str:
+    sharded, unsharded = comparison.sharded_losses[-1], comparison.unsharded_losses[-1]
+    return f"loss [cyan]{sharded:.4f}[/] and [magenta]{unsharded:.4f}[/]"
 
 
 def _table(title: str, **options: Any) -> Table:
@@ -162,7 +179,7 @@ def _loss_table(comparison: Comparison) -> Table:
 
 def _difference_table(comparison: Comparison) -> Table:
     table = _table("Sharded against unsharded")
-    table.add_column("compared")
+    table.add_column("compared", overflow="fold")
     table.add_column("largest difference", justify="right")
     table.add_column("allowed", justify="right")
     table.add_column("used of that", justify="right")

@@ -3,7 +3,7 @@
 The command starts its own processes. Under a framework's launcher it is one of the processes that this started:
 
     torchrun --nproc-per-node 4 -m raggedshard.cli.train
-    msrun --worker_num 4 --local_worker_num 4 --join True -m raggedshard.cli.train --backend mindspore
+    msrun --worker_num 4 --local_worker_num 4 --join True python -m raggedshard.cli.train --backend mindspore
 """
 
 import functools
@@ -30,12 +30,12 @@ def train(
     ] = "gpt",
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Optimizer steps.  [default: 100; gpt2: 12; mindspore, which is slower: 40]"),
+        typer.Option(min=1, help="Optimizer steps. Default: 100; of gpt2 12; of MindSpore, which is slower, 40."),
     ] = None,
     world_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"Processes to shard over.  [default: {DEFAULT_WORLD_SIZE}; those of torchrun or msrun]"
+            min=1, help=f"Processes to shard over. Default: {DEFAULT_WORLD_SIZE}, or those of torchrun or msrun."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and of the batches.")] = 0,
@@ -47,11 +47,13 @@ def train(
 ) -> None:
     """Train a small GPT fully sharded and unsharded on the same batches, and compare.
 
-    Prints where the rows of each uneven parameter lie, the losses of both models, and how far apart they end. The exit
-    code is 0 if they agree within float32 rounding, 1 if they do not.
+    Prints where the rows of each uneven parameter lie, the losses of both models,
+    and how far apart they end.
+
+    The exit code is 0 if they agree within float32 rounding, 1 if they do not.
     """
     if (backend, model) not in DEFAULT_STEPS:
-        raise typer.BadParameter(f"--model {model} is a model of PyTorch; leave --backend {backend} out")
+        raise typer.BadParameter(f"--model {model} trains on PyTorch only, not with --backend {backend}")
     options = Options(
         model,
         steps or DEFAULT_STEPS[backend, model],
