@@ -71,12 +71,21 @@ def test_torchrun_runs_the_same_command(tmp_path: Path):
     assert "sharded over 2 processes" in result.stdout
 
 
-def test_torchrun_and_a_different_world_size_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    result = CliRunner().invoke(app, ["train", "--world-size", "3", "--out", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("backend", "launcher", "environment"),
+    [
+        ("torch", "torchrun", {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"}),
+        ("mindspore", "msrun", {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2"}),
+    ],
+)
+def test_a_launcher_and_a_different_world_size_is_an_error(
+    backend: str, launcher: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["train", "--backend", backend, "--world-size", "3", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert "torchrun started 2 processes" in result.output
+    assert f"{launcher} started 2 processes" in result.output
 
 
 @pytest.fixture(scope="module")
