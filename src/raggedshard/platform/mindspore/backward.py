@@ -8,6 +8,7 @@ from typing import Any
 from mindspore import Tensor, nn, ops
 from mindspore.experimental.optim.optimizer import Optimizer as ExperimentalOptimizer
 
+from raggedshard.platform.mindspore.dtensor import DTensor
 from raggedshard.platform.mindspore.private import executor, grad_of, run_backward, set_grad
 
 __all__ = ["BackwardCompact", "enable_mindspore_backward_compact"]
@@ -69,7 +70,7 @@ def enable_mindspore_backward_compact() -> BackwardCompact:
         return _enabled
     compact = BackwardCompact()
     compact._replace(Tensor, "backward", _backward)
-    compact._replace(Tensor, "grad", property(grad_of, set_grad))
+    compact._replace(Tensor, "grad", property(grad_of, _set_grad))
     compact._replace(Tensor, "detach", lambda tensor: ops.stop_gradient(tensor))
     compact._replace(nn.Cell, "zero_grad", lambda cell: _clear(cell.trainable_params()))
     for optimizer in (nn.Optimizer, ExperimentalOptimizer):
@@ -94,6 +95,14 @@ def _backward(
     if gradient is None and tensor.size != 1:
         raise RuntimeError(f"backward of a tensor of shape {tuple(tensor.shape)} needs a gradient of that shape")
     run_backward(tensor, gradient, retain_graph, create_graph)
+
+
+def _set_grad(tensor: Tensor, grad: Any) -> None:
+    if grad is not None and tuple(grad.shape) != tuple(tensor.shape):
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} cannot have a gradient of shape {tuple(grad.shape)}")
+    if isinstance(tensor, DTensor) and grad is not None and getattr(grad, "_spec", None) != tensor._spec:
+        raise ValueError(f"the gradient of {tensor!r} is a DTensor that lies as it does; this one is {grad!r}")
+    set_grad(tensor, grad)
 
 
 def _clear(params: Any) -> None:

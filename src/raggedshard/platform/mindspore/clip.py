@@ -11,7 +11,7 @@ from mindspore import Tensor, mint, ops
 
 from raggedshard.placements import cut_of
 from raggedshard.platform.mindspore.collectives import all_reduce
-from raggedshard.platform.mindspore.dtensor import DTensor, local_of, wrap_local
+from raggedshard.platform.mindspore.dtensor import DTensor, local_of
 from raggedshard.platform.mindspore.private import grad_of, no_grad, set_grad
 
 __all__ = ["clip_grad_norm_"]
@@ -37,14 +37,9 @@ def clip_grad_norm_(parameters: Iterable[Any], max_norm: float, norm_type: float
     factor = float(max_norm) / (norm + 1e-6)
     if float(factor) < 1.0:
         for p in params:
-            set_grad(p, _scaled(grad_of(p), factor))
+            grad = grad_of(p)
+            set_grad(p, grad * factor.astype(grad.dtype))
     return norm
-
-
-def _scaled(grad: Any, factor: Tensor) -> Tensor:
-    local = local_of(grad) if isinstance(grad, DTensor) else grad
-    scaled = local * factor.astype(local.dtype)
-    return wrap_local(scaled, grad._layout) if isinstance(grad, DTensor) else scaled
 
 
 def _power_sum(grad: Any, norm_type: float) -> Tensor:

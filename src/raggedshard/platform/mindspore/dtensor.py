@@ -13,7 +13,7 @@ from mindspore.common.initializer import initializer
 from raggedshard.placements import Replicate, check_placements, shape_of
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh
 from raggedshard.platform.mindspore.dispatch import run_on_locals
-from raggedshard.platform.mindspore.private import Function, alias, is_recording, no_grad, subclass
+from raggedshard.platform.mindspore.private import Function, alias, copy_of, is_recording, no_grad, subclass
 from raggedshard.platform.mindspore.redistribute import part_of, redistribute_local, to_host, to_tensor
 
 __all__ = ["DTensor", "DTensorSpec", "distribute_tensor", "wrap_local"]
@@ -119,7 +119,7 @@ class DTensor(Tensor):
     def from_local(
         local: Tensor, device_mesh: DeviceMesh, placements: Sequence[Any], *, shape: Sequence[int] | None = None
     ) -> DTensor:
-        """A DTensor of which ``local`` is this rank's part. Without communication.
+        """A DTensor of which ``local`` is this rank's part, on the same storage unless it is a view. No communication.
 
         Args:
             shape: the global shape; may be left out when no placement cuts the tensor.
@@ -143,7 +143,7 @@ class DTensor(Tensor):
         spec = DTensorSpec(device_mesh, tuple(placements), tuple(shape))
         if is_recording() and local._requires_grad:
             return _FromLocal.apply(local, spec)
-        return wrap_local(local, spec)
+        return _wrap_any(local, spec)
 
     def to_local(self) -> Tensor:
         """This rank's part, on the same storage. Differentiable."""
@@ -244,7 +244,7 @@ class DTensor(Tensor):
             self._require_values()
         local = local_of(self)
         if init == "same" or local.size == 0:  # the initializer refuses empty shapes
-            values = local.copy()
+            values = copy_of(local)
         else:
             values = initializer(init, tuple(local.shape), self.dtype).init_data()
         return _like(self, values)
@@ -252,7 +252,7 @@ class DTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         self._require_values()
         if id(self) not in memo:
-            memo[id(self)] = _like(self, local_of(self).copy())
+            memo[id(self)] = _like(self, copy_of(local_of(self)))
         return memo[id(self)]
 
     def __copy__(self) -> DTensor:
@@ -285,8 +285,20 @@ for _name in ("add_", "sub_", "mul_", "div_", "exp_", "__iadd__", "__isub__", "_
 
 
 def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around this rank's part, on its storage; without communication, autograd or checks."""
+    """A DTensor around this rank's part, on its storage; without communication, autograd or checks.
+
+    Args:
+        local: no view, or operators would give plain tensors.
+    """
     return DTensor(local, spec)
+
+
+@no_grad()
+def _wrap_any(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """`wrap_local`, of a copy if ``local`` is a view."""
+    wrapped = wrap_local(local, spec)
+    is_view = not isinstance(wrapped * 1, DTensor)  # nothing else tells
+    return wrap_local(copy_of(local), spec) if is_view else wrapped
 
 
 def local_of(tensor: DTensor) -> Tensor:
@@ -341,7 +353,7 @@ class _FromLocal(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
         ctx.spec = _without_partials(spec)
-        return wrap_local(alias(local), spec)
+        return _wrap_any(alias(local), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -356,7 +368,7 @@ class _ToLocal(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        return wrap_local(grad, ctx.spec)
+        return _wrap_any(grad, ctx.spec)
 
 
 class _Redistribute(Function):
@@ -368,5 +380,5 @@ class _Redistribute(Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if not isinstance(grad, DTensor):
-            grad = wrap_local(grad, ctx.target)
+            grad = _wrap_any(grad, ctx.target)
         return _redistributed(grad, ctx.source), None

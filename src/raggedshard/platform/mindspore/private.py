@@ -24,6 +24,7 @@ __all__ = [
     "Function",
     "accumulates_in_leaves",
     "alias",
+    "copy_of",
     "device_type",
     "executor",
     "front_alias",
@@ -84,19 +85,29 @@ def grad_of(leaf: Any) -> Any:
     accumulated, held = leaf._grad, getattr(leaf, "_held_grad", None)
     if accumulated is None or held is None:
         return held if accumulated is None else accumulated
-    return held + accumulated
+    set_grad(leaf, held + accumulated)
+    return leaf._held_grad
 
 
 def set_grad(leaf: Any, grad: Tensor | None) -> None:
     """Replace what backwards accumulated; ``None`` clears it."""
     leaf._grad = None
-    # Held here: MindSpore cannot read a tensor of a subclass back from a leaf that it did not put there itself.
+    # Held here: a leaf keeps the value of a tensor that is put into it, and not the object; reading a tensor of a
+    # subclass back fails. One that a backward put there has its object.
     leaf._held_grad = grad
 
 
 def subclass(cls: type, local: Tensor) -> Any:
-    """A tensor of class ``cls`` that shares its storage and version counter with ``local``."""
+    """A tensor of class ``cls`` that shares its storage and version counter with ``local``.
+
+    If ``local`` is a view, operators do not reach the class's ``__ms_dispatch__``.
+    """
     return Tensor._make_subclass(cls, local)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A new tensor of the same values that is no view. ``Tensor.copy`` of no elements gives the tensor itself."""
+    return tensor.copy() if tensor.size else mint.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def alias(tensor: Tensor) -> Tensor:

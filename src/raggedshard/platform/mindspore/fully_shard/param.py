@@ -16,7 +16,7 @@ from raggedshard.placements import RaggedShard, RaggedStridedShard, Replicate, S
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh
 from raggedshard.platform.mindspore.dtensor import DTensor, DTensorSpec, local_of, wrap_local
 from raggedshard.platform.mindspore.fully_shard.storage import ShardStorage
-from raggedshard.platform.mindspore.private import alias, resize_storage, swap_memory
+from raggedshard.platform.mindspore.private import alias, copy_of, resize_storage, swap_memory
 from raggedshard.platform.mindspore.redistribute import to_host
 
 __all__ = ["HSDPParamV2"]
@@ -225,7 +225,7 @@ class HSDPParamV2(UnitParam[DataParallelRoles]):
     def put_sharded_grad(self, reduced: Tensor) -> None:
         """Keep this rank's reduced gradient, 1-D and without padding, until `take_sharded_grad`."""
         # A new tensor of its own: optimizers and in-place copies do not see where a view begins.
-        local = reduced.astype(self.orig_dtype).reshape(self.sharded_size).copy()
+        local = copy_of(reduced.astype(self.orig_dtype).reshape(self.sharded_size))
         grad = wrap_local(local, self._spec)
         self._sharded_grad = grad if self._sharded_grad is None else self._sharded_grad + grad
 

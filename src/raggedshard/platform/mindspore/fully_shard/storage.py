@@ -35,7 +35,7 @@ class ShardStorage:
             self.flat = self.local.reshape((-1,))
             return
         shape = actual.shape
-        if ms.get_context("device_target") == "CPU" and dtype != ms.bfloat16:
+        if ms.get_context("device_target") == "CPU":
             self._host = np.zeros(layout.padded_numel, ms.dtype_to_nptype(dtype))
             self.flat = Tensor.from_numpy(self._host)
             self.local = front_alias(self._host, shape)
