@@ -14,18 +14,29 @@ from raggedshard.platform.mindspore.device_mesh import DeviceMesh, init_device_m
 from raggedshard.platform.mindspore.dtensor import DTensor, distribute_tensor
 from raggedshard.platform.mindspore.fully_shard.api import fully_shard
 from raggedshard.platform.mindspore.fully_shard.cell import FSDPModule
+from raggedshard.platform.mindspore.parallel_styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from raggedshard.platform.mindspore.tensor_parallel import parallelize_module
 
 __all__ = [
     "CPUOffloadPolicy",
+    "ColwiseParallel",
     "DTensor",
     "DeviceMesh",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Partial",
+    "PrepareModuleInput",
     "RaggedShard",
     "RaggedStridedShard",
     "Replicate",
+    "RowwiseParallel",
+    "SequenceParallel",
     "Shard",
     "UnshardHandle",
     "clip_grad_norm_",
@@ -36,4 +47,5 @@ __all__ = [
     "get_world_size",
     "init_device_mesh",
     "init_process_group",
+    "parallelize_module",
 ]
