@@ -37,21 +37,26 @@ STYLES = ("value_and_grad", "backward")
 
 
 class Block(nn.Cell):
-    def __init__(self) -> None:
+    """With ``nested``, it calls itself, and uses its weights again afterwards."""
+
+    def __init__(self, nested: bool = False) -> None:
         super().__init__()
         self.up = nn.Dense(5, 7)
         self.down = nn.Dense(7, 5)
+        self.nested = nested
 
-    def construct(self, x: Tensor) -> Tensor:
+    def construct(self, x: Tensor, is_inner: bool = False) -> Tensor:
+        if self.nested and not is_inner:
+            x = self(x, True)
         return x + self.down(ops.tanh(self.up(x)))
 
 
 class Stack(nn.Cell):
     """Three blocks; with ``repeats``, each runs several times. ``recompute`` is where to recompute."""
 
-    def __init__(self, repeats: int = 1, recompute: str = "") -> None:
+    def __init__(self, repeats: int = 1, recompute: str = "", nested: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.CellList([Block() for _ in range(3)])
+        self.blocks = nn.CellList([Block(nested) for _ in range(3)])
         self.head = nn.Dense(5, 3)
         self.repeats = repeats
         self.in_construct = recompute == "function"
@@ -89,6 +94,7 @@ CASES = {
     "parameters kept after forward": ({}, {"reshard_after_forward": False}, None),
     "resharded to smaller groups": ({}, {"reshard_after_forward": 2}, None),
     "a cell that runs several times": ({"repeats": 2}, {}, None),
+    "a cell that calls itself": ({"nested": True}, {}, None),
     "recompute of a unit": ({"recompute": "unit"}, {}, None),
     "recompute inside a unit": ({"recompute": "inside"}, {}, None),
     "mindspore.recompute with prefetch": ({"recompute": "function"}, {}, prefetching),

@@ -189,6 +189,10 @@ class HSDPState:
         """Whether autograd is running: a forward in there is a recomputation."""
         return self._run.engine.in_backward()
 
+    @property
+    def is_grad_enabled(self) -> bool:
+        return self._run.engine.is_grad_enabled()
+
     def unshard(self, async_op: bool = False) -> None:
         """Start (and unless ``async_op`` finish) gathering the unit's parameters, anew if they were written to."""
         if self.group is not None:
@@ -224,8 +228,12 @@ class HSDPState:
         for state in self.forward_prefetch:
             state.prefetch()
 
+    def resume_forward(self) -> None:
+        """Before another of the unit's modules in the same forward: its parameters are, or become, whole."""
+        self._use()
+
     def _use(self) -> None:
-        """Unshard for backward, with the values of the forward where they are still there."""
+        """Unshard again, with the values of the forward where they are still there."""
         if self.group is not None:
             self.is_prefetched = False
             self.group.unshard()

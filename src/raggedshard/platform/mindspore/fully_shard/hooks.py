@@ -11,12 +11,12 @@ So gradients reach the sharded parameters by autograd alone, in ``value_and_grad
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
 
+from raggedshard.fully_shard.hooks import ForwardHooks
 from raggedshard.fully_shard.state import HSDPState, Use
 from raggedshard.platform.mindspore.fully_shard.param import HSDPParamV2
 from raggedshard.platform.mindspore.fully_shard.param_group import HSDPParamGroup
@@ -103,81 +103,62 @@ class _Unshard(Function):
         return (None, None, None, None, *reduced)
 
 
-class _CellHooks:
-    """The forward hooks of a unit, which spans one cell or several."""
+class _CellHooks(ForwardHooks):
+    """`ForwardHooks` of cells."""
 
     def __init__(
         self, cells: Sequence[nn.Cell], state: HSDPState, mp_policy: Any, prepare: Callable[[nn.Cell], None]
     ) -> None:
-        self._cells = tuple(cells)
-        self._state = state
-        self._policy = mp_policy
-        self._prepare = prepare
-        self._to_run: set[nn.Cell] = set()
-        self._uses: list[Use] = []
+        super().__init__(cells, state, mp_policy, prepare)
+        self._connected: dict[Use, list[tuple[HSDPParamV2, Tensor]]] = {}
 
-    def pre_forward(self, cell: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self._uses.append(Use())
-        if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
-            args, kwargs = map_tensors((args, kwargs), _cast_to(self._policy.param_dtype))
-        self._prepare(cell)
-        # A cell that is not awaited starts another forward of the unit. A recomputation in backward may stop early.
-        if self._state.in_backward or cell not in self._to_run:
-            self._state.pre_forward()
-            self._to_run = set() if self._state.in_backward else set(self._cells)
-        self._attach_use()
+    def map_tensors(self, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+        return map_tensors(value, fn)
+
+    def cast(self, tensor: Tensor, dtype: Any) -> Tensor:
+        is_float = tensor.dtype in ms.common.dtype.float_type
+        return tensor.astype(dtype) if is_float and tensor.dtype != dtype else tensor
+
+    def attach(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._connected[use] = self._connect(use)
         return args, kwargs
 
-    def _attach_use(self) -> None:
+    def _connect(self, use: Use) -> list[tuple[HSDPParamV2, Tensor]]:
         """Connect the unsharded parameters of this forward with the sharded ones."""
-        group = self._state.group
+        group = self.state.group
         if not isinstance(group, HSDPParamGroup):
-            return
+            return []
         group.is_ahead = False
         params = group.trainable
         if not params or not is_recording():
-            return
+            return []
         whole = [p.new_unsharded_alias() for p in params]
-        connected = _Unshard.apply(self._state, self._uses[-1], params, whole, *(p.sharded_param for p in params))
-        for p, tensor in zip(params, connected, strict=True):
-            p.to_unsharded(tensor)
+        connected = _Unshard.apply(self.state, use, params, whole, *(p.sharded_param for p in params))
+        pairs = list(zip(params, connected, strict=True))
+        _compute_with(pairs)
+        return pairs
 
-    def post_forward(self, cell: nn.Cell, args: Any, output: Any) -> Any:
-        """Runs after a forward that raised too, with an output of ``None``: its parameters go back to shards."""
-        use = self._uses.pop()
-        if self._state.context is None:
-            return output
-        if self._policy.output_dtype is not None:
-            output = map_tensors(output, _cast_to(self._policy.output_dtype))
-        if is_recording():
-            map_tensors(output, partial(self._watch_output, use))
-        if not self._state.in_backward:
-            self._to_run.discard(cell)
-            if not self._to_run:
-                self._state.post_forward()
+    def post_forward(self, module: nn.Cell, args: Any, output: Any) -> Any:
+        self._connected.pop(self._uses[-1], None)
+        output = super().post_forward(module, args, output)
+        if self._uses:  # a cell that called itself goes on
+            _compute_with(self._connected[self._uses[-1]])
         return output
 
-    def _watch_output(self, use: Use, tensor: Tensor) -> Tensor:
+    def watch(self, tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
         if tensor._requires_grad:
-            tensor.register_hook(partial(self._pre_backward, use))
-        return tensor
+            tensor.register_hook(hook)
 
-    def _pre_backward(self, use: Use, grad: Tensor) -> Tensor:
-        self._state.pre_backward(use)
-        return grad
+
+def _compute_with(connected: list[tuple[HSDPParamV2, Tensor]]) -> None:
+    for p, tensor in connected:
+        p.to_unsharded(tensor)
 
 
 def attach_hooks(
     cells: Sequence[nn.Cell], state: HSDPState, mp_policy: Any, prepare: Callable[[nn.Cell], None]
 ) -> None:
-    """Register a unit's forward hooks.
-
-    Args:
-        cells: the unit's cells; parameters are unsharded before the first one runs and resharded after the last.
-        state: the unit.
-        mp_policy: its input and output dtypes.
-        prepare: called with the cell before each of the unit's forwards, for lazy initialisation.
-    """
+    """Register a unit's forward hooks; arguments as `ForwardHooks`."""
     hooks = _CellHooks(cells, state, mp_policy, prepare)
     for cell in cells:
         cell.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
@@ -195,8 +176,3 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(item, fn) for item in value)
     return value
-
-
-def _cast_to(dtype: Any) -> Callable[[Tensor], Tensor]:
-    floats = ms.common.dtype.float_type
-    return lambda tensor: tensor.astype(dtype) if tensor.dtype in floats and tensor.dtype != dtype else tensor

@@ -95,7 +95,7 @@ def fully_shard(
     state = TorchState(modules, group, reshard_after_forward)
     if group is not None:
         group.accumulate_in_reduce_dtype = mp_policy.reduce_dtype is not None
-    attach_hooks(modules, state, mp_policy, lambda: lazy_init(state))
+    attach_hooks(modules, state, mp_policy, lambda module: lazy_init(state))
     for m in modules:
         mix_in(m, state)
     if group is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from raggedshard.fully_shard.hooks import ForwardHooks
 from raggedshard.fully_shard.state import HSDPState, Use
 
 __all__ = ["TorchEngine", "attach_hooks"]
@@ -64,37 +64,18 @@ def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return pytree.tree_unflatten(visited, spec)
 
 
-def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+class _ModuleHooks(ForwardHooks):
+    """`ForwardHooks` of torch modules."""
 
+    def map_tensors(self, value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        return map_tensors(value, fn)
 
-class _ModuleHooks:
-    """The forward hooks of a unit, which spans one module or several."""
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def __init__(
-        self, modules: Sequence[nn.Module], state: HSDPState, mp_policy: Any, prepare: Callable[[], None]
-    ) -> None:
-        self._modules = tuple(modules)
-        self._state = state
-        self._policy = mp_policy
-        self._prepare = prepare
-        self._to_run: set[nn.Module] = set()
-        self._uses: list[Use] = []
-
-    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self._uses.append(Use())
-        if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
-            args, kwargs = map_tensors((args, kwargs), _cast_to(self._policy.param_dtype))
-        self._prepare()
-        self._state.pre_forward()
-        # A recomputation in backward may stop early, without a post-forward: only forwards are followed to their end.
-        if not self._state.in_backward and module not in self._to_run:
-            self._to_run = set(self._modules)
-        if self._state.wants_post_backward():
-            args, kwargs = self._mark_inputs(args, kwargs)
-        return args, kwargs
-
-    def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def attach(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if not self.state.wants_post_backward():
+            return args, kwargs
         inputs: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,44 +86,19 @@ class _ModuleHooks:
         map_tensors((args, kwargs), collect)
         if not inputs:
             return args, kwargs
-        marked = iter(_PostBackward.apply(self._state, self._uses[-1], *inputs))  # type: ignore[arg-type]
-        self._state.note_post_backward(self._uses[-1])
+        marked = iter(_PostBackward.apply(self.state, use, *inputs))  # type: ignore[arg-type]
+        self.state.note_post_backward(use)
         return map_tensors((args, kwargs), lambda tensor: next(marked) if tensor.requires_grad else tensor)
 
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Runs after a forward that raised too, with an output of ``None``: its parameters go back to shards."""
-        use = self._uses.pop()
-        if self._state.context is None:
-            return output
-        if self._policy.output_dtype is not None:
-            output = map_tensors(output, _cast_to(self._policy.output_dtype))
-        if torch.is_grad_enabled():
-            map_tensors(output, partial(self._watch_output, use))
-        if not self._state.in_backward:
-            self._to_run.discard(module)
-            if not self._to_run and not self._uses:  # a module may call itself
-                self._state.post_forward()
-        return output
-
-    def _watch_output(self, use: Use, tensor: torch.Tensor) -> torch.Tensor:
+    def watch(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if tensor.requires_grad:
-            tensor.register_hook(partial(self._pre_backward, use))
-        return tensor
-
-    def _pre_backward(self, use: Use, grad: torch.Tensor) -> torch.Tensor:
-        self._state.pre_backward(use)
-        return grad
+            tensor.register_hook(hook)
 
 
-def attach_hooks(modules: Sequence[nn.Module], state: HSDPState, mp_policy: Any, prepare: Callable[[], None]) -> None:
-    """Register a unit's forward hooks.
-
-    Args:
-        modules: the unit's modules; parameters are unsharded before the first one runs and resharded after the last.
-        state: the unit.
-        mp_policy: its input and output dtypes.
-        prepare: called before each of the unit's forwards, for lazy initialisation.
-    """
+def attach_hooks(
+    modules: Sequence[nn.Module], state: HSDPState, mp_policy: Any, prepare: Callable[[nn.Module], None]
+) -> None:
+    """Register a unit's forward hooks; arguments as `ForwardHooks`."""
     hooks = _ModuleHooks(modules, state, mp_policy, prepare)
     for module in modules:
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
