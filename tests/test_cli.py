@@ -17,7 +17,7 @@ from raggedshard.cli.backend import Backend
 from raggedshard.cli.comparison import Comparison, ParameterDifference, ParameterLayout, Tolerance
 from raggedshard.cli.data import Corpus, byte_corpus, word_corpus
 from raggedshard.cli.main import app
-from raggedshard.cli.model import GPT
+from raggedshard.cli.torch_model import GPT
 from raggedshard.cli.recipes import GPTConfig, initial_weights
 from raggedshard.cli.report import Reporter, draw_losses
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from harness import run_distributed
-from raggedshard.cli.model import GPT, GPTConfig, loss_of
+from raggedshard.cli.torch_model import GPT, GPTConfig, loss_of
 from raggedshard.torch import RaggedShard, fully_shard
 from training import GLOBAL_BATCH, assert_no_even_claim, dtensors, mesh_of, train_beside
 

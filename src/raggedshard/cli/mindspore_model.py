@@ -1,4 +1,4 @@
-"""The GPT of ``raggedshard train`` on MindSpore: the architecture of `model.GPT`."""
+"""The GPT of ``raggedshard train`` on MindSpore: the architecture of `torch_model.GPT`."""
 
 # MindSpore's annotations say that cells and operators may be or return None.
 # pyright: reportOptionalCall=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false

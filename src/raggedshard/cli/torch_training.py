@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raggedshard.cli.backend import AdamW
-from raggedshard.cli.model import blocks_of, build, loss_of
+from raggedshard.cli.torch_model import blocks_of, build, loss_of
 from raggedshard.torch import DTensor, fully_shard, init_device_mesh
 
 
