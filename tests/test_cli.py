@@ -17,9 +17,9 @@ from raggedshard.cli.backend import Backend
 from raggedshard.cli.comparison import Comparison, ParameterDifference, ParameterLayout, Tolerance
 from raggedshard.cli.data import Corpus, byte_corpus, word_corpus
 from raggedshard.cli.main import app
-from raggedshard.cli.torch_model import GPT
 from raggedshard.cli.recipes import GPTConfig, initial_weights
 from raggedshard.cli.report import Reporter, draw_losses
+from raggedshard.cli.torch_model import GPT
 
 TRAIN = ["raggedshard.cli.train", "--steps", "3"]
 ON_MINDSPORE = ["--backend", "mindspore", "--world-size", 2]
