@@ -157,6 +157,11 @@ MATRIX = (
     ),
     Cell(
         "10",
+        "memory as of torch's fully_shard (benchmarks/step.py reports the time)",
+        ("test_step_memory.py::test_a_step_holds_no_more_than_one_of_torchs_fully_shard",),
+    ),
+    Cell(
+        "10",
         "prefetch with meta initialisation, and TP, recomputation",
         (
             "test_tensor_parallel_models.py::"
