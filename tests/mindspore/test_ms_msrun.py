@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 SECONDS = 240
@@ -37,16 +36,15 @@ def environment() -> dict[str, str]:
 def run(command: list[str], directory: Path) -> tuple[int, str]:
     """Exit code, that of SIGKILL after too long, and output. The workers end with the launcher, however it ends."""
     with open(directory / "msrun.log", "w") as log:
-        process = subprocess.Popen(
-            command, cwd=directory, env=environment(), stdout=log, stderr=log, start_new_session=True
-        )
+        process = psutil.Popen(command, cwd=directory, env=environment(), stdout=log, stderr=log)
         try:
             process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
+        except psutil.TimeoutExpired:
             print(f"killed after {SECONDS} s")
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            if process.is_running():
+                for each in [*process.children(recursive=True), process]:  # the workers are in sessions of their own
+                    each.kill()
     logs = sorted(directory.glob("**/*.log"))
     return process.wait(), "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
