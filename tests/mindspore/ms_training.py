@@ -20,9 +20,8 @@ from raggedshard.mindspore import (
 )
 from raggedshard.platform.mindspore.collectives import all_reduce, group_of
 
-LIMIT = 500
-"""Seconds for a job. MindSpore needs much processor time a step, so a busy machine takes long; a collective that hangs
-ends after 30 seconds all the same."""
+LIMIT = 200
+"""Seconds for a job, of which a busy machine takes 40; a collective that hangs ends after 30 seconds all the same."""
 
 GLOBAL_BATCH = 12
 """Divides by 1, 2, 3 and 4 ranks."""
