@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
@@ -31,6 +32,8 @@ from raggedshard.mindspore import (
     DeviceMesh,
     DTensor,
     PrepareModuleInput,
+    RaggedShard,
+    RaggedStridedShard,
     Replicate,
     RowwiseParallel,
     SequenceParallel,
@@ -40,6 +43,7 @@ from raggedshard.mindspore import (
     init_device_mesh,
     parallelize_module,
 )
+from raggedshard.platform.mindspore.redistribute import to_tensor
 
 NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
 VOCABULARY, WIDTH, LENGTH = 13, 6, 5
@@ -148,7 +152,7 @@ class SequenceModel(nn.Cell):
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.mixers = nn.CellList([Mixer() for _ in range(2)])
         self.norm = nn.LayerNorm((WIDTH,))
-        self.head = nn.Dense(WIDTH, VOCABULARY)
+        self.head = nn.Dense(WIDTH, VOCABULARY, has_bias=False)
         self.head.weight = self.embed.embedding_table
 
     def construct(self, tokens: Tensor) -> Tensor:
@@ -170,6 +174,18 @@ def shard_sequence_model(model: SequenceModel, mesh: DeviceMesh) -> None:
     }
     parallelize_module(model, mesh["tp"], plan)
     shard([*model.mixers, model], mesh)
+
+
+def layouts_of_norms(model: SequenceModel) -> list[tuple[Any, ...]]:
+    """The placements and global shapes of each norm's input and output, as they come."""
+    seen = []
+
+    def note(cell: nn.Cell, args: tuple[Any, ...], output: Any) -> None:
+        seen.append(tuple((x.placements, x.shape, x.to_local().shape) for x in (args[0], output)))
+
+    for mixer in model.mixers:
+        mixer.norm.register_forward_hook(note)
+    return seen
 
 
 def token_batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -199,3 +215,129 @@ def test_sequence_parallel_trains_like_the_unsharded_cell(mesh_shape, style):
     run_distributed(
         train_sequence_model, int(np.prod(mesh_shape)), mesh_shape, style, framework="mindspore", timeout=LIMIT
     )
+
+
+def train_composed(rank, world_size, mesh_shape):
+    ms.set_seed(3)
+    reference = SequenceModel()
+    ms.set_seed(3)
+    with nn.utils.no_init_parameters():
+        model = SequenceModel()
+    shard_sequence_model(model, mesh_of_shape(mesh_shape))
+    for mixer in model.mixers:
+        mixer.recompute(use_reentrant=False)
+    model.set_forward_prefetch_modules([model.mixers[0]])
+    model.mixers[0].set_forward_prefetch_modules([model.mixers[1]])
+    model.mixers[1].set_backward_prefetch_modules([model.mixers[0]])
+    return train(rank, mesh_shape, "backward", model, reference, token_batches(4), cross_entropy, own_tokens, "AdamW")
+
+
+def test_prefetch_recomputation_and_deferred_initialisation():
+    run_distributed(train_composed, 4, (2, 2), framework="mindspore", timeout=LIMIT)
+
+
+def layouts_kept(rank, world_size, mesh_shape):
+    """The norms' inputs and outputs without and with fully_shard."""
+    seen = []
+    for mesh in (mesh_of_shape(mesh_shape)["tp"], mesh_of_shape(mesh_shape)):
+        model = SequenceModel()
+        shard_sequence_model(model, mesh)
+        seen.append(layouts_of_norms(model))
+        for tokens, _ in token_batches(1):
+            model(own_part(tokens, rank // 2, world_size // 2))
+    assert seen[0] == seen[1]
+    return seen[0]
+
+
+def test_fully_shard_leaves_the_layouts_of_activations_alone():
+    for rank, (first, _) in enumerate(run_distributed(layouts_kept, 4, (2, 2), framework="mindspore", timeout=LIMIT)):
+        expected = ((Shard(1),), (6, LENGTH, WIDTH), (6, (3, 2)[rank % 2], WIDTH))
+        assert first == (expected, expected)
+
+
+def placements(rank, world_size, mesh_shape):
+    model = shard_two_layers(TwoLayers(), mesh_of_shape(mesh_shape))
+    model.up.unshard()
+    weight = model.up.weight
+    assert isinstance(weight, DTensor) and weight.placements == (Shard(0),) and weight.device_mesh.ndim == 1
+    assert weight.to_local().shape == ((4, 8), (3, 8))[rank % 2]
+    model.up.reshard()
+    with enable_mindspore_backward_compact():
+        square_loss(model, next(float_batches(1))).backward()
+        assert all(p.grad.placements == p.placements for p in model.trainable_params())
+    return {p.name: (p.placements, p.to_local().shape) for p in model.trainable_params()}
+
+
+def test_placements_state_both_cuts_and_gradients_have_them():
+    ranks = run_distributed(placements, 4, (2, 2), framework="mindspore", timeout=LIMIT)
+    # Blocks of 4 and 3 rows, each cut in two; ranks are (dp, tp) = 00 01 10 11.
+    assert [rank["up.weight"][1] for rank in ranks] == [(2, 8), (2, 8), (2, 8), (1, 8)]
+    assert [rank["down.weight"][1] for rank in ranks] == [(3, 4), (3, 3), (2, 4), (2, 3)]
+    for rank in ranks:
+        for name in ("up.weight", "up.bias"):
+            assert rank[name][0] == (RaggedStridedShard((0,), (2, 2, 2, 1), 2), Shard(0))
+        assert rank["down.weight"][0] == (RaggedShard((0,), (3, 2)), Shard(1))
+        assert rank["down.bias"][0] == (RaggedShard((0,), (3, 2)), Replicate())
+
+
+def test_hsdp_puts_replicate_in_front_of_both_cuts():
+    for rank in run_distributed(placements, 4, (1, 2, 2), framework="mindspore", timeout=LIMIT):
+        assert rank["up.weight"][0] == (Replicate(), RaggedStridedShard((0,), (2, 2, 2, 1), 2), Shard(0))
+        assert rank["down.weight"][0] == (Replicate(), RaggedShard((0,), (3, 2)), Shard(1))
+
+
+DENSE_LAYOUTS = [(Replicate(), Shard(-1)), (Shard(1), Replicate()), (Shard(-1), Shard(1)), (Shard(0), Shard(0))]
+LAYOUTS = {
+    nn.Dense: DENSE_LAYOUTS,
+    nn.Embedding: [(Replicate(), Shard(-1)), (Shard(1), Shard(0)), (Shard(0), Replicate())],
+}
+SIZES = [(7, 4), (4, 7), (2, 4), (4, 2)]
+"""Inputs and outputs, or words and columns: on 3 ranks 7 is 3 3 1, 4 is 2 2 0 and 2 is 1 1 0."""
+
+
+def part(whole: np.ndarray, layout: Any, rank: int, ranks: int) -> np.ndarray:
+    """By numpy alone."""
+    if isinstance(layout, Replicate):
+        return whole
+    chunk = -(-whole.shape[layout.dim] // ranks)
+    return np.split(whole, range(chunk, chunk * ranks, chunk), axis=layout.dim)[rank]
+
+
+def compare_cell(rank, ranks, mesh, kind, sizes, style, layouts):
+    """One forward and backward of one cell: output, gradients of the input and of the parameters."""
+    generator = np.random.default_rng(0)
+    reference, cell = twin(lambda: kind(*sizes))
+    parallelize_module(cell, mesh, style(input_layouts=layouts[0], output_layouts=layouts[1]))
+    is_dense = kind is nn.Dense
+    x = generator.standard_normal((3, 5, sizes[0])) if is_dense else generator.integers(0, sizes[0], (3, 5))
+    x = x.astype(np.float32 if is_dense else np.int32)
+    weights = generator.standard_normal((3, 5, sizes[1])).astype(np.float32)
+
+    def run(model, x, weights):
+        params = model.trainable_params()
+        # Not summed up: MindSpore's sum over no elements is garbage, and the gradient is that of the sum anyway.
+        differentiate = ms.grad(lambda x: model(x) * to_tensor(weights, ms.float32), 0 if is_dense else None, params)
+        return differentiate(Tensor(x)), model(Tensor(x)).asnumpy()
+
+    expected, expected_y = run(reference, x, weights)
+    grads, y = run(cell, part(x, layouts[0], rank, ranks), part(weights, layouts[1], rank, ranks))
+    close = {"rtol": 1e-5, "atol": 1e-6, "err_msg": f"{style.__name__} of {kind.__name__}{sizes}, {layouts}"}
+    np.testing.assert_allclose(y, part(expected_y, layouts[1], rank, ranks), **close)
+    if is_dense:
+        np.testing.assert_allclose(grads[0].asnumpy(), part(expected[0].asnumpy(), layouts[0], rank, ranks), **close)
+        grads, expected = grads[1], expected[1]
+    for grad, other in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(full(grad), full(other), **close)
+
+
+def compare_cells(rank, world_size):
+    mesh = mesh_of_shape((world_size,))
+    for kind, layouts_of_kind in LAYOUTS.items():
+        for sizes in SIZES:
+            for style in (ColwiseParallel, RowwiseParallel):
+                for layouts in layouts_of_kind:
+                    compare_cell(rank, world_size, mesh, kind, sizes, style, layouts)
+
+
+def test_any_sizes_and_layouts_of_inputs_and_outputs():
+    run_distributed(compare_cells, 3, framework="mindspore", timeout=LIMIT)

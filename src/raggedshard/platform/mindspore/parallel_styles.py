@@ -138,8 +138,8 @@ class ColwiseParallel(_OfWeights):
 
     def _embedding(self, where: str, cell: Any, ids: Activation, mesh: DeviceMesh) -> Activation:
         table = cell.embedding_table.to_local()
-        columns = table.shape[1]
-        y = ops.gather(_not_empty(table, 1), ids.moved(mesh, Replicate()).local, 0)[..., :columns]
+        found = ops.gather(_not_empty(table, 1), ids.moved(mesh, Replicate()).local, 0)
+        y = _without_filling(found, table.shape[1])
         return Activation(y, (*ids.shape, cell.embedding_table.shape[1]), Shard(len(ids.shape)))
 
 
@@ -331,9 +331,8 @@ def _with_local_parameters(cell: nn.Cell, original: Callable[..., Any], *args: A
 
 def _product(cell: Any, x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T``, of shape ``(*x.shape[:-1], rows)``; also of a weight without rows."""
-    rows = weight.shape[0]
     y = cell.matmul(x.reshape((-1, x.shape[-1])), _not_empty(weight, 0))
-    return y.reshape((*x.shape[:-1], -1))[..., :rows]
+    return _without_filling(y.reshape((*x.shape[:-1], y.shape[-1])), weight.shape[0])
 
 
 def _not_empty(tensor: Tensor, dim: int) -> Tensor:
@@ -342,6 +341,14 @@ def _not_empty(tensor: Tensor, dim: int) -> Tensor:
         return tensor
     zeros = mint.zeros((*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :]), dtype=tensor.dtype)
     return ops.cat([tensor, zeros], axis=dim)
+
+
+def _without_filling(tensor: Tensor, columns: int) -> Tensor:
+    """The true columns of what was computed with `_not_empty`."""
+    if tensor.shape[-1] == columns:
+        return tensor
+    # The gradient of a slice of no elements is an error.
+    return mint.split(tensor, (columns, tensor.shape[-1] - columns), -1)[0]
 
 
 def _check_width(where: str, cell: Any, x: Activation) -> None:

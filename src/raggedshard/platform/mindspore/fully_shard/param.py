@@ -14,7 +14,7 @@ from raggedshard.fully_shard.param import Slot, UnitParam
 from raggedshard.fully_shard.sharding import PlacementTypes
 from raggedshard.placements import RaggedShard, RaggedStridedShard, Replicate, Shard, StridedShard
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh
-from raggedshard.platform.mindspore.dtensor import DTensor, DTensorSpec, local_of, wrap_local
+from raggedshard.platform.mindspore.dtensor import DTensor, DTensorSpec, deferred_draw, local_of, wrap_local
 from raggedshard.platform.mindspore.fully_shard.storage import ShardStorage
 from raggedshard.platform.mindspore.private import alias, copy_of, resize_storage, swap_memory
 from raggedshard.platform.mindspore.redistribute import to_host
@@ -60,7 +60,7 @@ class HSDPParamV2(UnitParam[DataParallelRoles]):
         )
         super().__init__(slots, dp_mesh, shape, placed, (mp_policy.param_dtype, mp_policy.reduce_dtype))
         self.check_size(local_of(param).shape if isinstance(param, DTensor) else shape)
-        self._recipe = self._recipe_of(param)
+        self._draw = deferred_draw(param)
         self._spec = DTensorSpec(placed.mesh, placed.placements, shape)
         self.unsharded_grad: Tensor | None = None
         self._sharded_grad: DTensor | None = None
@@ -69,8 +69,8 @@ class HSDPParamV2(UnitParam[DataParallelRoles]):
     # ---- the sharded form
 
     def shard(self, param: Parameter) -> None:
-        recipe = self._recipe
-        if recipe is None:
+        draw = self._draw
+        if draw is None:
             actual = self._slice(to_host(local_of(param) if isinstance(param, DTensor) else param))
         else:
             actual = np.zeros(self.sharded_size, np.float32)
@@ -78,25 +78,12 @@ class HSDPParamV2(UnitParam[DataParallelRoles]):
         self.sharded_param: Any = Parameter(
             wrap_local(self._storage.local, self._spec), name=param.name, requires_grad=param.requires_grad
         )
-        if recipe is not None:
-            self.sharded_param.defer(lambda: self._slice(to_host(recipe.init_data())))
+        if draw is not None:
+            self.sharded_param.defer(lambda: self._slice(draw()))
         self.sharded_param.is_unit_shard = True
         for slot in self.slots:
             slot.module._params[slot.name] = self.sharded_param
         self._init_dtypes()
-
-    def _recipe_of(self, param: Parameter) -> Tensor | None:
-        """What draws the values of a parameter whose initialisation was deferred."""
-        if isinstance(param, DTensor):
-            return None
-        if param.has_init:
-            return Tensor(shape=param.shape, dtype=param.dtype, init=param.init)
-        if param.is_meta:
-            raise ValueError(
-                f"parameter '{self.name}' of shape {self._orig_size} is on the meta device and has no initializer; "
-                "give it one, e.g. Parameter(initializer('normal', shape))"
-            )
-        return None
 
     def _slice(self, values: np.ndarray) -> np.ndarray:
         """This rank's actual shard of the logical array."""
