@@ -71,6 +71,41 @@ def test_a_backward_adds_to_gradients_that_were_changed(world_size, how):
     run_distributed(accumulate_after, world_size, how, framework="mindspore", timeout=LIMIT)
 
 
+class Sides(nn.Cell):
+    """Two units side by side, of 3 and 1 rows: rank 1 of 2 holds one or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.three, self.one = nn.Dense(4, 3), nn.Dense(4, 1)
+
+    def construct(self, x):
+        return self.three(x), self.one(x)
+
+
+def one_rank_drops_an_output(rank, world_size):
+    """Rank 1 runs both units, but its loss does not depend on `three`, whose gradient autograd does not bring then."""
+    model = Sides()
+    for unit in (model.three, model.one, model):
+        fully_shard(unit, mesh=mesh_of(world_size), reshard_after_forward=False)
+    x = Tensor(np.ones((1, 4), np.float32))
+    grads = []
+    with enable_mindspore_backward_compact():
+        for _ in range(2):
+            three, one = model(x)
+            (three.sum() + one.sum() if rank == 0 else one.sum()).backward()
+            grads.append({p.name: p.grad.full_tensor().asnumpy() for p in model.trainable_params()})
+            assert all(p.grad.placements == p.placements for p in model.trainable_params())
+    return grads
+
+
+def test_gradients_that_come_late_add_up():
+    for grads in run_distributed(one_rank_drops_an_output, 2, framework="mindspore", timeout=LIMIT):
+        for number, of_params in enumerate(grads, 1):
+            for name, grad in of_params.items():
+                mean = 0.5 if name.startswith("three") else 1.0
+                np.testing.assert_array_equal(grad, np.full(grad.shape, number * mean), err_msg=name)
+
+
 def test_a_gradient_that_does_not_lie_as_its_tensor_is_refused():
     cell = fully_shard(nn.Dense(3, 5), mesh=mesh_of(1))
     weight = cell.weight
