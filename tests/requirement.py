@@ -113,6 +113,10 @@ MATRIX = (
             "test_checkpoint_layouts.py::test_every_value_is_exact_in_every_layout",
             "test_checkpoint_resume.py::test_the_next_steps_equal_those_of_the_run_that_never_stopped",
         ),
+        (
+            "test_ms_checkpoint.py::test_the_next_steps_equal_those_of_the_run_that_never_stopped",
+            "test_ms_checkpoint.py::test_either_framework_loads_what_the_other_saved",
+        ),
     ),
     Cell(
         "9.2",

@@ -7,6 +7,7 @@ start-up helper and torch's way to train (`enable_mindspore_backward_compact`).
 from raggedshard.fully_shard.methods import UnshardHandle
 from raggedshard.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from raggedshard.placements import Partial, RaggedShard, RaggedStridedShard, Replicate, Shard
+from raggedshard.platform.mindspore import checkpoint
 from raggedshard.platform.mindspore.backward import enable_mindspore_backward_compact
 from raggedshard.platform.mindspore.clip import clip_grad_norm_
 from raggedshard.platform.mindspore.collectives import get_rank, get_world_size, init_process_group
@@ -39,6 +40,7 @@ __all__ = [
     "SequenceParallel",
     "Shard",
     "UnshardHandle",
+    "checkpoint",
     "clip_grad_norm_",
     "distribute_tensor",
     "enable_mindspore_backward_compact",

@@ -41,6 +41,40 @@ class TensorLayout:
     mesh_ranks: tuple[int, ...] = (0,)
     placements: tuple[Any, ...] = ()
 
+    @classmethod
+    def on_mesh(
+        cls,
+        key: str,
+        dtype: str,
+        shape: Sequence[int],
+        mesh_shape: Sequence[int],
+        mesh_ranks: Sequence[int],
+        placements: Sequence[Any],
+        rank: int,
+        local_shape: Sequence[int],
+    ) -> TensorLayout:
+        """The layout of a tensor that lies on a mesh, of which ``rank`` holds ``local_shape``.
+
+        Raises:
+            ValueError: it holds terms of a sum, or another shape than the placements give the rank.
+        """
+        placements = tuple(placements)
+        if any(placement.is_partial() for placement in placements):
+            raise ValueError(
+                f"key '{key}': a tensor with placements {placements} holds terms, not values: reduce it first"
+            )
+        layout = cls(key, dtype, tuple(shape), tuple(mesh_shape), tuple(mesh_ranks), placements)
+        coordinate = layout._coordinate(rank)
+        if coordinate is None:
+            return layout
+        expected = shape_of(layout.shape, layout.mesh_shape, placements, coordinate)
+        if tuple(local_shape) != expected:
+            raise ValueError(
+                f"key '{key}': this rank holds {tuple(local_shape)} of {layout.shape}, but placements {placements} "
+                f"give it {expected}: which rows it holds cannot be told"
+            )
+        return layout
+
     def held_by(self, rank: int) -> tuple[Piece, ...]:
         """The pieces of a rank; none for a rank outside of the mesh."""
         coordinate = () if not self.mesh_shape else self._coordinate(rank)

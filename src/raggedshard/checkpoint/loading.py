@@ -65,8 +65,8 @@ def _check_state(
         raise CheckpointError(f"{source}: missing in the checkpoint: {_list(missing)} of the state")
     if extra := sorted(held - wanted):
         raise CheckpointError(
-            f"{source}: missing in the state: {_list(extra)} of the checkpoint. (An optimizer has no state before its "
-            "first step; torch.distributed.checkpoint.state_dict.get_optimizer_state_dict makes it.)"
+            f"{source}: missing in the state: {_list(extra)} of the checkpoint. (On torch, an optimizer has no state "
+            "before its first step; torch.distributed.checkpoint.state_dict.get_optimizer_state_dict makes it.)"
         )
     for layout in layouts:
         _check_tensor(found, source, index, layout)

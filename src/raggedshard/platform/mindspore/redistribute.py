@@ -23,7 +23,7 @@ from raggedshard.platform.mindspore.device_mesh import DeviceMesh
 from raggedshard.platform.mindspore.private import no_grad
 from raggedshard.transitions import Transition, plan_transition
 
-__all__ = ["part_of", "redistribute_local", "to_host", "to_tensor"]
+__all__ = ["box_view", "part_of", "redistribute_local", "to_host", "to_tensor"]
 
 
 @no_grad()
@@ -55,9 +55,7 @@ def redistribute_local(
     result = np.empty(plan.target_shape, _host_dtype(local))
     locals_ = _gather_locals(local, plan, mesh)
     for copy in plan.copies:
-        _box_view(result, copy.target_piece, copy.box)[...] = _box_view(
-            locals_[copy.source], copy.source_piece, copy.box
-        )
+        box_view(result, copy.target_piece, copy.box)[...] = box_view(locals_[copy.source], copy.source_piece, copy.box)
     return to_tensor(result, local.dtype)
 
 
@@ -66,9 +64,7 @@ def part_of(full: np.ndarray, mesh: DeviceMesh, placements: Sequence[Any]) -> np
     coordinate = _coordinate(mesh)
     local = np.empty(shape_of(full.shape, mesh.shape, placements, coordinate), full.dtype)
     for piece in pieces_of(full.shape, mesh.shape, placements, coordinate):
-        _box_view(local, piece, piece.box)[...] = full[
-            tuple(slice(start, start + size) for start, size in zip(piece.box.offsets, piece.box.sizes, strict=True))
-        ]
+        box_view(local, piece, piece.box)[...] = full[_within(*piece.box)]
     return local
 
 
@@ -114,15 +110,18 @@ def _gather_locals(local: Tensor, plan: Transition, mesh: DeviceMesh) -> list[np
     ]
 
 
-def _box_view(local: np.ndarray, piece: Piece, box: Box) -> np.ndarray:
+def box_view(local: np.ndarray, piece: Piece, box: Box) -> np.ndarray:
     """The view of a local array that stores the part ``box`` of ``piece.box``; of the shape of ``box``."""
-    stored = local[
-        tuple(slice(start, start + size) for start, size in zip(piece.local.offsets, piece.local.sizes, strict=True))
-    ].view()
+    stored = local[_within(piece.local.offsets, piece.local.sizes)].view()
     # Only dim 0 is ever split (a ragged cut flattens leading dims), which needs no copy; setting the shape makes sure.
     stored.shape = piece.box.sizes
     starts = [inner - outer for inner, outer in zip(box.offsets, piece.box.offsets, strict=True)]
-    return stored[tuple(slice(start, start + size) for start, size in zip(starts, box.sizes, strict=True))]
+    return stored[_within(starts, box.sizes)]
+
+
+def _within(starts: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
+    """The index of a box; the ellipsis keeps an array of no dims an array."""
+    return (..., *(slice(start, start + size) for start, size in zip(starts, sizes, strict=True)))
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:

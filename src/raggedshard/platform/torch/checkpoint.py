@@ -34,7 +34,7 @@ from raggedshard.geometry import Box
 # Imported for what they do: torch's own functions learn our layouts.
 from raggedshard.platform.torch import full_state_dict as full_state_dict
 from raggedshard.platform.torch import hugging_face_writer as hugging_face_writer
-from raggedshard.platform.torch.shards import box_view, has_partial, local_of, shape_on
+from raggedshard.platform.torch.shards import box_view, local_of
 
 __all__ = ["CheckpointError", "load", "save"]
 
@@ -58,7 +58,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         RuntimeError: a rank died.
     """
     ranks = _all_ranks()
-    flat, layouts = agree(ranks, lambda: _describe(state))
+    flat, layouts = agree(ranks, lambda: _describe(state, ranks))
     save_tensors(Path(path), layouts, flat.values, lambda layout, piece: _bytes_of(flat, layout, piece), ranks)
 
 
@@ -82,7 +82,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         RuntimeError: a rank died.
     """
     ranks = _all_ranks()
-    flat, layouts = agree(ranks, lambda: _describe(state))
+    flat, layouts = agree(ranks, lambda: _describe(state, ranks))
 
     def store(layout: TensorLayout, piece: Piece, box: Box, elements: np.ndarray) -> None:
         target = box_view(_local(flat.tensors[layout.key]), piece, box)
@@ -133,13 +133,13 @@ def _all_ranks() -> Ranks:
     return _DefaultGroup() if dist.is_available() and dist.is_initialized() else SingleRank()
 
 
-def _describe(state: Mapping[str, Any]) -> tuple[FlatState, list[TensorLayout]]:
+def _describe(state: Mapping[str, Any], ranks: Ranks) -> tuple[FlatState, list[TensorLayout]]:
     """The leaves of a state, and the layouts of its tensors in the order of their keys."""
     flat = flatten_state(state, lambda leaf: isinstance(leaf, torch.Tensor))
-    return flat, [_layout_of(key, flat.tensors[key]) for key in sorted(flat.tensors)]
+    return flat, [_layout_of(key, flat.tensors[key], ranks.rank) for key in sorted(flat.tensors)]
 
 
-def _layout_of(key: str, tensor: torch.Tensor) -> TensorLayout:
+def _layout_of(key: str, tensor: torch.Tensor, rank: int) -> TensorLayout:
     what = f"key '{key}': a tensor of {tensor.dtype} on {tensor.device}, layout {tensor.layout}"
     if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
         raise TypeError(f"{what}, cannot stand in a safetensors file")
@@ -148,15 +148,11 @@ def _layout_of(key: str, tensor: torch.Tensor) -> TensorLayout:
     dtype, shape = _DTYPES[tensor.dtype], tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return TensorLayout(key, dtype, shape)
-    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-    if has_partial(placements):
-        raise ValueError(f"key '{key}': a tensor with placements {placements} holds terms, not values: reduce it first")
-    if mesh.get_coordinate() is not None and tuple(tensor._local_tensor.shape) != shape_on(mesh, shape, placements):
-        raise ValueError(
-            f"key '{key}': this rank holds {tuple(tensor._local_tensor.shape)} of {shape}, but placements {placements} "
-            f"give it {shape_on(mesh, shape, placements)}: which rows it holds cannot be told"
-        )
-    return TensorLayout(key, dtype, shape, tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), placements)
+    mesh = tensor.device_mesh
+    local_shape = tuple(tensor._local_tensor.shape)
+    return TensorLayout.on_mesh(
+        key, dtype, shape, mesh.shape, mesh.mesh.flatten().tolist(), tensor.placements, rank, local_shape
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
