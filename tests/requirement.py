@@ -72,11 +72,20 @@ MATRIX = (
         "9.2",
         "TP + FSDP, TP + HSDP: placements kept, gradients as the unsharded model's",
         ("test_tensor_parallel.py::test_trains_like_the_unsharded_model",),
+        (
+            "test_ms_tensor_parallel.py::test_trains_like_the_unsharded_cell",
+            "test_ms_tensor_parallel.py::test_placements_state_both_cuts_and_gradients_have_them",
+            "test_ms_tensor_parallel.py::test_hsdp_puts_replicate_in_front_of_both_cuts",
+        ),
     ),
     Cell(
         "9.2",
         "SP + FSDP, SP + HSDP: layouts of inputs and outputs unchanged",
         ("test_sequence_parallel.py::test_sequence_and_loss_parallel_train_like_the_unsharded_model",),
+        (
+            "test_ms_tensor_parallel.py::test_sequence_parallel_trains_like_the_unsharded_cell",
+            "test_ms_tensor_parallel.py::test_fully_shard_leaves_the_layouts_of_activations_alone",
+        ),
     ),
     Cell(
         "9.2",
@@ -171,6 +180,7 @@ MATRIX = (
             "test_tensor_parallel_models.py::"
             "test_llama_with_tp_fsdp_recompute_prefetch_and_meta_init_trains_like_the_unsharded_model",
         ),
+        ("test_ms_tensor_parallel.py::test_prefetch_recomputation_and_deferred_initialisation",),
     ),
     Cell(
         "10",
@@ -179,7 +189,10 @@ MATRIX = (
             "test_tensor_parallel.py::test_trains_like_the_unsharded_model",
             "test_fully_shard.py::test_fsdp_trains_like_the_unsharded_model",
         ),
-        ("test_ms_buffers.py::test_gradients_lie_as_their_parameters",),
+        (
+            "test_ms_buffers.py::test_gradients_lie_as_their_parameters",
+            "test_ms_tensor_parallel.py::test_placements_state_both_cuts_and_gradients_have_them",
+        ),
     ),
 )
 

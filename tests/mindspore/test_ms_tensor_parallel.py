@@ -31,6 +31,7 @@ from raggedshard.mindspore import (
     ColwiseParallel,
     DeviceMesh,
     DTensor,
+    Partial,
     PrepareModuleInput,
     RaggedShard,
     RaggedStridedShard,
@@ -122,8 +123,20 @@ def train_two_layers(rank, world_size, mesh_shape, style):
     return train(rank, mesh_shape, style, model, reference, float_batches(10), square_loss)
 
 
-@pytest.mark.parametrize("style", ["value_and_grad", "backward"])
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1), (1, 3), (2, 1, 2), (1, 2, 2), (3,)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh_shape", "style"),
+    [
+        ((2, 2), "value_and_grad"),
+        ((2, 2), "backward"),
+        ((2, 1, 2), "value_and_grad"),
+        ((1, 2, 2), "backward"),
+        ((3, 1), "backward"),
+        ((1, 3), "value_and_grad"),
+        ((3,), "value_and_grad"),
+        ((3,), "backward"),
+    ],
+    ids=str,
+)
 def test_trains_like_the_unsharded_cell(mesh_shape, style):
     ranks = run_distributed(
         train_two_layers, int(np.prod(mesh_shape)), mesh_shape, style, framework="mindspore", timeout=LIMIT
@@ -209,8 +222,11 @@ def train_sequence_model(rank, world_size, mesh_shape, style):
     return train(rank, mesh_shape, style, model, reference, token_batches(10), cross_entropy, own_tokens)
 
 
-@pytest.mark.parametrize("style", ["value_and_grad", "backward"])
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 2, 2), (2,)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh_shape", "style"),
+    [((2, 2), "value_and_grad"), ((2, 2), "backward"), ((1, 2, 2), "backward"), ((2,), "value_and_grad")],
+    ids=str,
+)
 def test_sequence_parallel_trains_like_the_unsharded_cell(mesh_shape, style):
     run_distributed(
         train_sequence_model, int(np.prod(mesh_shape)), mesh_shape, style, framework="mindspore", timeout=LIMIT
@@ -291,8 +307,8 @@ LAYOUTS = {
     nn.Dense: DENSE_LAYOUTS,
     nn.Embedding: [(Replicate(), Shard(-1)), (Shard(1), Shard(0)), (Shard(0), Replicate())],
 }
-SIZES = [(7, 4), (4, 7), (2, 4), (4, 2)]
-"""Inputs and outputs, or words and columns: on 3 ranks 7 is 3 3 1, 4 is 2 2 0 and 2 is 1 1 0."""
+SIZES = [(7, 4), (4, 7)]
+"""Inputs and outputs, or words and columns: on 3 ranks 7 is 3 3 1 and 4 is 2 2 0."""
 
 
 def part(whole: np.ndarray, layout: Any, rank: int, ranks: int) -> np.ndarray:
@@ -341,3 +357,112 @@ def compare_cells(rank, world_size):
 
 def test_any_sizes_and_layouts_of_inputs_and_outputs():
     run_distributed(compare_cells, 3, framework="mindspore", timeout=LIMIT)
+
+
+class Doubled(nn.Dense):
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.neg(super().construct(x))
+
+
+class Pair(nn.Cell):
+    """Two cells that share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Dense(4, 4), nn.Dense(4, 4)
+        self.second.weight = self.first.weight
+        self.gelu, self.odd = nn.Dense(4, 4, activation="relu"), Doubled(4, 4)
+
+
+def refused_plans(rank, world_size):
+    mesh = mesh_of_shape((2, 1))
+    model = Pair()
+    before = {name: (id(p), type(p)) for name, p in model.parameters_and_names()}
+    messages = []
+    for on, plan in (
+        (mesh, {"first": ColwiseParallel()}),
+        (mesh["tp"], {"first": ColwiseParallel(), "frist": ColwiseParallel()}),
+        (mesh["tp"], {"first": ColwiseParallel(), "": RowwiseParallel()}),
+        (mesh["tp"], {"first": ColwiseParallel(), "gelu": ColwiseParallel()}),
+        (mesh["tp"], {"odd": ColwiseParallel()}),
+        (mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()}),
+        (mesh["tp"], {"first": ColwiseParallel(), "fir*": ColwiseParallel()}),
+        (mesh["tp"], {"first": "colwise"}),
+    ):
+        with pytest.raises(ValueError) as error:
+            parallelize_module(model, on, plan)
+        messages.append(str(error.value))
+    assert {name: (id(p), type(p)) for name, p in model.parameters_and_names()} == before
+    fully_shard(model.odd, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"weight.*already.*before fully_shard"):
+        parallelize_module(model, mesh["tp"], {"odd": SequenceParallel()})
+    return messages
+
+
+def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing():
+    messages = run_distributed(refused_plans, 2, framework="mindspore", timeout=LIMIT)[0]
+    for message, words in zip(
+        messages,
+        (
+            ("1-D", "mesh['tp']"),
+            ("'frist'", "first"),
+            ("RowwiseParallel of cell 'Pair'", "nn.Dense and nn.Embedding"),
+            ("'gelu'", "activation"),
+            ("'odd'", "Doubled"),
+            ("'first.weight' and 'second.weight'", "Shard(dim=0)", "Shard(dim=1)"),
+            ("two styles", "'first.weight'"),
+            ("'colwise'", "ColwiseParallel()"),
+        ),
+        strict=True,
+    ):
+        assert all(word in message for word in words), message
+
+
+def refused_inputs(rank, world_size):
+    mesh = mesh_of_shape((world_size,))
+    x = Tensor(np.ones((3, 4, 4), np.float32))
+
+    def message(style: Any, *inputs: Any) -> str:
+        cell = nn.CellList([nn.Dense(4, 4)])
+        parallelize_module(cell, mesh, {"0": style})
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            cell[0](*inputs)
+        return str(error.value)
+
+    other = DTensor.from_local(x, mesh_of_shape((world_size, 1)), (Replicate(), Replicate()))
+    return [
+        message(ColwiseParallel(input_layouts=Shard(3)), x),
+        message(ColwiseParallel(), other),
+        message(ColwiseParallel(), [1.0]),
+        message(RowwiseParallel(), x),  # all columns, where a rank's part is expected
+        message(ColwiseParallel(input_layouts=Shard(1)), x[:, : 2 + rank]),
+        message(RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), x[:, :1]),
+        message(PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)), x),
+        message(RowwiseParallel(input_layouts=Replicate()), x[: 2 + rank]),
+    ]
+
+
+def test_an_input_that_does_not_lie_as_stated_is_refused():
+    for messages in run_distributed(refused_inputs, 2, framework="mindspore", timeout=LIMIT):
+        for message, words in zip(
+            messages,
+            (
+                ("ColwiseParallel of cell '0'", "Shard(dim=3)", "3 dims"),
+                ("cell '0'", "DeviceMesh"),
+                ("cell '0'", "list"),
+                ("RowwiseParallel of cell '0'", "4 columns", "8 over all ranks", "input_layouts"),
+                ("cell '0'", "(2, 3)", "(3, 2)"),
+                ("cell '0'", "Shard(dim=1)", "(1, 0)", "pad dim 1"),
+                ("PrepareModuleInput of cell '0'", "1 positional inputs", "2 input_layouts"),
+                ("(0, 1)", "same batch"),
+            ),
+            strict=True,
+        ):
+            assert all(word in message for word in words), message
+
+
+def test_layouts_other_than_replicate_and_shard_are_refused():
+    with pytest.raises(ValueError, match=r"ColwiseParallel: input_layouts is Partial"):
+        ColwiseParallel(input_layouts=Partial())
+    with pytest.raises(ValueError, match="as many desired layouts"):
+        PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Replicate())

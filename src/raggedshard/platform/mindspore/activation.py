@@ -13,15 +13,14 @@ from __future__ import annotations
 import zlib
 from typing import Any, NamedTuple
 
-from mindspore import Tensor
+from mindspore import Tensor, mint, ops
 
 from raggedshard.geometry import chunk_lengths
-from raggedshard.placements import Replicate, Shard
-from raggedshard.platform.mindspore.collectives import Group, agree
+from raggedshard.placements import Partial, Replicate, Shard
+from raggedshard.platform.mindspore.collectives import Group, agree, all_gather, all_reduce, reduce_scatter
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh
 from raggedshard.platform.mindspore.dtensor import DTensor
 from raggedshard.platform.mindspore.private import Function, alias, is_recording
-from raggedshard.platform.mindspore.redistribute import redistribute_local
 
 __all__ = ["Activation", "chunk_layout", "read"]
 
@@ -79,7 +78,10 @@ def read(where: str, value: Any, mesh: DeviceMesh, layout: Any) -> Activation:
             raise ValueError(
                 f"{where}: the input {value!r} lies on {value.device_mesh}, and the cell's weights on {mesh}"
             )
-        return Activation(value.to_local(), tuple(value.shape), value.placements[0])
+        layout = value.placements[0]
+        if type(layout) not in (Replicate, Shard) and layout != Partial():
+            raise ValueError(f"{where}: the input lies as {layout}; redistribute it to Replicate() or Shard(dim)")
+        return Activation(value.to_local(), tuple(value.shape), layout)
     if not isinstance(value, Tensor):
         raise ValueError(f"{where}: the input must be a Tensor or a DTensor, got {type(value).__name__}")
     shape = list(value.shape)
@@ -149,7 +151,45 @@ def _move(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, source: Any, 
         return alias(local)  # a custom function that returns its input would return a view
     if not source.is_replicate():
         _check_same(local, shape, group, source, target)
-    return redistribute_local(local, shape, mesh, (source,), (target,))
+    if source.is_partial():
+        return _sum_of_part(local, group, target.dim) if target.is_shard() else all_reduce(local, group)
+    whole = _gathered(local, shape, group, source.dim) if source.is_shard() else local
+    return _own_part(whole, group, target.dim) if target.is_shard() else whole
+
+
+def _gathered(local: Tensor, shape: tuple[int, ...], group: Group, dim: int) -> Tensor:
+    """The whole tensor; chunks travel padded to the longest."""
+    lengths = chunk_lengths(shape[dim], group.size)
+    parts = all_gather(_padded(local, dim, lengths[0]), group)
+    held = [mint.narrow(part, dim, 0, length) for part, length in zip(parts, lengths, strict=True) if length]
+    return ops.cat(held, axis=dim)
+
+
+def _sum_of_part(local: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's chunk of the sum of the ranks' terms."""
+    lengths = chunk_lengths(local.shape[dim], group.size)
+    chunks = [_padded(chunk, dim, lengths[0]) for chunk in mint.split(local, lengths, dim)]
+    own = reduce_scatter(ops.cat([chunk.reshape((-1,)) for chunk in chunks]), group).reshape(chunks[0].shape)
+    return _front(own, dim, lengths[group.rank])
+
+
+def _own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
+    lengths = chunk_lengths(whole.shape[dim], group.size)
+    return mint.split(whole, lengths, dim)[group.rank].copy()
+
+
+def _padded(local: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - local.shape[dim]
+    if not missing:
+        return local.copy()  # a collective needs a tensor of its own that is contiguous
+    zeros = mint.zeros((*local.shape[:dim], missing, *local.shape[dim + 1 :]), dtype=local.dtype)
+    return ops.cat([local, zeros], axis=dim)
+
+
+def _front(tensor: Tensor, dim: int, length: int) -> Tensor:
+    if tensor.shape[dim] == length:
+        return tensor
+    return mint.split(tensor, (length, tensor.shape[dim] - length), dim)[0].copy()
 
 
 def _check_same(local: Tensor, shape: tuple[int, ...], group: Group, source: Any, target: Any) -> None:

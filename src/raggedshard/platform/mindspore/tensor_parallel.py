@@ -53,7 +53,7 @@ def parallelize_module(
     placed = [
         (f"{name}.{place.param}" if name else place.param, place)
         for name, cell, style in targets
-        for place in style.plan(name, cell)
+        for place in style.plan(name or type(module).__name__, cell)
     ]
     new = _distributed(placed, device_mesh)
     for _, inner in module.cells_and_names():
@@ -61,7 +61,7 @@ def parallelize_module(
             if id(value) in new:
                 inner._params[param] = new[id(value)]
     for name, cell, style in targets:
-        style.attach(name, cell, device_mesh)
+        style.attach(name or type(module).__name__, cell, device_mesh)
     return module
 
 
