@@ -33,6 +33,7 @@ __all__ = [
     "init_with_store",
     "is_recording",
     "itemsize",
+    "no_elements",
     "no_grad",
     "queue_final_callback",
     "recomputes_reentrantly",
@@ -107,7 +108,15 @@ def subclass(cls: type, local: Tensor) -> Any:
 
 def copy_of(tensor: Tensor) -> Tensor:
     """A new tensor of the same values that is no view. ``Tensor.copy`` of no elements gives the tensor itself."""
-    return tensor.copy() if tensor.size else mint.empty(tensor.shape, dtype=tensor.dtype)
+    return tensor.copy() if tensor.size else no_elements(tensor.shape, tensor.dtype)
+
+
+def no_elements(shape: Sequence[int], dtype: Any) -> Tensor:
+    """A tensor without elements, in front of a zero.
+
+    The CPU kernel of ``nn.AdamWeightDecay`` takes no elements for one. With zeros it changes no memory.
+    """
+    return front_alias(np.zeros(1, ms.dtype_to_nptype(dtype)), shape)
 
 
 def alias(tensor: Tensor) -> Tensor:

@@ -222,7 +222,7 @@ class HSDPParamV2(UnitParam[DataParallelRoles]):
 
     def no_grad_at_all(self) -> DTensor:
         """What ``value_and_grad`` gives for a parameter that the loss does not depend on."""
-        return wrap_local(mint.zeros(self.sharded_size, dtype=self.orig_dtype), self._spec)
+        return wrap_local(copy_of(mint.zeros(self.sharded_size, dtype=self.orig_dtype)), self._spec)
 
     def drop_grads(self) -> None:
         self.unsharded_grad = self._sharded_grad = None
