@@ -291,7 +291,7 @@ def count_collectives(rank, world_size, replicas, reshard):
     fully_shard(model, mesh=mesh)
     x = torch.randn(2, 7)
     model(x).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         model(x).sum().backward()
     events = [event.name for event in profile.events() or ()]
     return {
