@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from harness import run_distributed
 from ms_training import (
@@ -31,7 +31,6 @@ from raggedshard.mindspore import (
     ColwiseParallel,
     DeviceMesh,
     DTensor,
-    Partial,
     PrepareModuleInput,
     RaggedShard,
     RaggedStridedShard,
@@ -44,7 +43,6 @@ from raggedshard.mindspore import (
     init_device_mesh,
     parallelize_module,
 )
-from raggedshard.platform.mindspore.redistribute import to_tensor
 
 NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
 VOCABULARY, WIDTH, LENGTH = 13, 6, 5
@@ -62,15 +60,18 @@ def shard(units: list[nn.Cell], mesh: DeviceMesh) -> None:
 
 
 class TwoLayers(nn.Cell):
-    """Without a dim that 2 or 3 ranks divide: 8 -> 7 -> 5."""
+    """Without a dim that 2 or 3 ranks divide: 5 -> 7 -> 5, several times."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 1) -> None:
         super().__init__()
-        self.up = nn.Dense(8, 7)
+        self.up = nn.Dense(5, 7)
         self.down = nn.Dense(7, 5)
+        self.times = times
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.down(ops.tanh(self.up(x)))
+        for _ in range(self.times):
+            x = self.down(ops.tanh(self.up(x)))
+        return x
 
 
 def shard_two_layers(model: TwoLayers, mesh: DeviceMesh) -> TwoLayers:
@@ -117,29 +118,29 @@ def train(
     return losses
 
 
-def train_two_layers(rank, world_size, mesh_shape, style):
-    reference, model = twin(TwoLayers)
+def train_two_layers(rank, world_size, mesh_shape, style, times):
+    reference, model = twin(lambda: TwoLayers(times))
     shard_two_layers(model, mesh_of_shape(mesh_shape))
-    return train(rank, mesh_shape, style, model, reference, float_batches(10), square_loss)
+    return train(rank, mesh_shape, style, model, reference, float_batches(10, 5), square_loss)
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "style"),
+    ("mesh_shape", "style", "times"),
     [
-        ((2, 2), "value_and_grad"),
-        ((2, 2), "backward"),
-        ((2, 1, 2), "value_and_grad"),
-        ((1, 2, 2), "backward"),
-        ((3, 1), "backward"),
-        ((1, 3), "value_and_grad"),
-        ((3,), "value_and_grad"),
-        ((3,), "backward"),
+        ((2, 2), "value_and_grad", 1),
+        ((2, 2), "backward", 1),
+        ((2, 1, 2), "value_and_grad", 1),
+        ((1, 2, 2), "backward", 1),
+        ((3, 1), "backward", 2),
+        ((1, 3), "value_and_grad", 2),
+        ((3,), "value_and_grad", 2),
+        ((3,), "backward", 2),
     ],
     ids=str,
 )
-def test_trains_like_the_unsharded_cell(mesh_shape, style):
+def test_trains_like_the_unsharded_cell(mesh_shape, style, times):
     ranks = run_distributed(
-        train_two_layers, int(np.prod(mesh_shape)), mesh_shape, style, framework="mindspore", timeout=LIMIT
+        train_two_layers, int(np.prod(mesh_shape)), mesh_shape, style, times, framework="mindspore", timeout=LIMIT
     )
     assert ranks[0][-1] < ranks[0][0]
 
@@ -271,15 +272,54 @@ def test_fully_shard_leaves_the_layouts_of_activations_alone():
         assert first == (expected, expected)
 
 
+class Norms(nn.Cell):
+    """Two cells with parameters and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm((WIDTH,)), nn.LayerNorm((WIDTH,))
+        self.scale = Parameter(Tensor(np.linspace(1, 2, 7, dtype=np.float32)), name="scale")
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.second(ops.tanh(self.first(x))) * self.scale.mean()
+
+
+class NormsAndHead(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = Norms()
+        self.head = nn.Dense(WIDTH, 5)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.head(self.norms(x))
+
+
+def train_any_cell(rank, world_size, mesh_shape):
+    reference, model = twin(NormsAndHead)
+    mesh = mesh_of_shape(mesh_shape)
+    plan = {
+        "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)),
+        "norms": SequenceParallel(sequence_dim=0),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    shard([model.norms.first, model.norms, model], mesh)
+    return train(rank, mesh_shape, "backward", model, reference, float_batches(3, WIDTH), square_loss)
+
+
+def test_sequence_parallel_of_a_cell_with_units_inside():
+    run_distributed(train_any_cell, 4, (2, 2), framework="mindspore", timeout=LIMIT)
+
+
 def placements(rank, world_size, mesh_shape):
     model = shard_two_layers(TwoLayers(), mesh_of_shape(mesh_shape))
     model.up.unshard()
     weight = model.up.weight
     assert isinstance(weight, DTensor) and weight.placements == (Shard(0),) and weight.device_mesh.ndim == 1
-    assert weight.to_local().shape == ((4, 8), (3, 8))[rank % 2]
+    assert weight.to_local().shape == ((4, 5), (3, 5))[rank % 2]
     model.up.reshard()
     with enable_mindspore_backward_compact():
-        square_loss(model, next(float_batches(1))).backward()
+        square_loss(model, next(float_batches(1, 5))).backward()
         assert all(p.grad.placements == p.placements for p in model.trainable_params())
     return {p.name: (p.placements, p.to_local().shape) for p in model.trainable_params()}
 
@@ -287,7 +327,7 @@ def placements(rank, world_size, mesh_shape):
 def test_placements_state_both_cuts_and_gradients_have_them():
     ranks = run_distributed(placements, 4, (2, 2), framework="mindspore", timeout=LIMIT)
     # Blocks of 4 and 3 rows, each cut in two; ranks are (dp, tp) = 00 01 10 11.
-    assert [rank["up.weight"][1] for rank in ranks] == [(2, 8), (2, 8), (2, 8), (1, 8)]
+    assert [rank["up.weight"][1] for rank in ranks] == [(2, 5), (2, 5), (2, 5), (1, 5)]
     assert [rank["down.weight"][1] for rank in ranks] == [(3, 4), (3, 3), (2, 4), (2, 3)]
     for rank in ranks:
         for name in ("up.weight", "up.bias"):
@@ -300,169 +340,3 @@ def test_hsdp_puts_replicate_in_front_of_both_cuts():
     for rank in run_distributed(placements, 4, (1, 2, 2), framework="mindspore", timeout=LIMIT):
         assert rank["up.weight"][0] == (Replicate(), RaggedStridedShard((0,), (2, 2, 2, 1), 2), Shard(0))
         assert rank["down.weight"][0] == (Replicate(), RaggedShard((0,), (3, 2)), Shard(1))
-
-
-DENSE_LAYOUTS = [(Replicate(), Shard(-1)), (Shard(1), Replicate()), (Shard(-1), Shard(1)), (Shard(0), Shard(0))]
-LAYOUTS = {
-    nn.Dense: DENSE_LAYOUTS,
-    nn.Embedding: [(Replicate(), Shard(-1)), (Shard(1), Shard(0)), (Shard(0), Replicate())],
-}
-SIZES = [(7, 4), (4, 7)]
-"""Inputs and outputs, or words and columns: on 3 ranks 7 is 3 3 1 and 4 is 2 2 0."""
-
-
-def part(whole: np.ndarray, layout: Any, rank: int, ranks: int) -> np.ndarray:
-    """By numpy alone."""
-    if isinstance(layout, Replicate):
-        return whole
-    chunk = -(-whole.shape[layout.dim] // ranks)
-    return np.split(whole, range(chunk, chunk * ranks, chunk), axis=layout.dim)[rank]
-
-
-def compare_cell(rank, ranks, mesh, kind, sizes, style, layouts):
-    """One forward and backward of one cell: output, gradients of the input and of the parameters."""
-    generator = np.random.default_rng(0)
-    reference, cell = twin(lambda: kind(*sizes))
-    parallelize_module(cell, mesh, style(input_layouts=layouts[0], output_layouts=layouts[1]))
-    is_dense = kind is nn.Dense
-    x = generator.standard_normal((3, 5, sizes[0])) if is_dense else generator.integers(0, sizes[0], (3, 5))
-    x = x.astype(np.float32 if is_dense else np.int32)
-    weights = generator.standard_normal((3, 5, sizes[1])).astype(np.float32)
-
-    def run(model, x, weights):
-        params = model.trainable_params()
-        # Not summed up: MindSpore's sum over no elements is garbage, and the gradient is that of the sum anyway.
-        differentiate = ms.grad(lambda x: model(x) * to_tensor(weights, ms.float32), 0 if is_dense else None, params)
-        return differentiate(Tensor(x)), model(Tensor(x)).asnumpy()
-
-    expected, expected_y = run(reference, x, weights)
-    grads, y = run(cell, part(x, layouts[0], rank, ranks), part(weights, layouts[1], rank, ranks))
-    close = {"rtol": 1e-5, "atol": 1e-6, "err_msg": f"{style.__name__} of {kind.__name__}{sizes}, {layouts}"}
-    np.testing.assert_allclose(y, part(expected_y, layouts[1], rank, ranks), **close)
-    if is_dense:
-        np.testing.assert_allclose(grads[0].asnumpy(), part(expected[0].asnumpy(), layouts[0], rank, ranks), **close)
-        grads, expected = grads[1], expected[1]
-    for grad, other in zip(grads, expected, strict=True):
-        np.testing.assert_allclose(full(grad), full(other), **close)
-
-
-def compare_cells(rank, world_size):
-    mesh = mesh_of_shape((world_size,))
-    for kind, layouts_of_kind in LAYOUTS.items():
-        for sizes in SIZES:
-            for style in (ColwiseParallel, RowwiseParallel):
-                for layouts in layouts_of_kind:
-                    compare_cell(rank, world_size, mesh, kind, sizes, style, layouts)
-
-
-def test_any_sizes_and_layouts_of_inputs_and_outputs():
-    run_distributed(compare_cells, 3, framework="mindspore", timeout=LIMIT)
-
-
-class Doubled(nn.Dense):
-    def construct(self, x: Tensor) -> Tensor:
-        return ops.neg(super().construct(x))
-
-
-class Pair(nn.Cell):
-    """Two cells that share their weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Dense(4, 4), nn.Dense(4, 4)
-        self.second.weight = self.first.weight
-        self.gelu, self.odd = nn.Dense(4, 4, activation="relu"), Doubled(4, 4)
-
-
-def refused_plans(rank, world_size):
-    mesh = mesh_of_shape((2, 1))
-    model = Pair()
-    before = {name: (id(p), type(p)) for name, p in model.parameters_and_names()}
-    messages = []
-    for on, plan in (
-        (mesh, {"first": ColwiseParallel()}),
-        (mesh["tp"], {"first": ColwiseParallel(), "frist": ColwiseParallel()}),
-        (mesh["tp"], {"first": ColwiseParallel(), "": RowwiseParallel()}),
-        (mesh["tp"], {"first": ColwiseParallel(), "gelu": ColwiseParallel()}),
-        (mesh["tp"], {"odd": ColwiseParallel()}),
-        (mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()}),
-        (mesh["tp"], {"first": ColwiseParallel(), "fir*": ColwiseParallel()}),
-        (mesh["tp"], {"first": "colwise"}),
-    ):
-        with pytest.raises(ValueError) as error:
-            parallelize_module(model, on, plan)
-        messages.append(str(error.value))
-    assert {name: (id(p), type(p)) for name, p in model.parameters_and_names()} == before
-    fully_shard(model.odd, mesh=mesh["dp"])
-    with pytest.raises(ValueError, match=r"weight.*already.*before fully_shard"):
-        parallelize_module(model, mesh["tp"], {"odd": SequenceParallel()})
-    return messages
-
-
-def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing():
-    messages = run_distributed(refused_plans, 2, framework="mindspore", timeout=LIMIT)[0]
-    for message, words in zip(
-        messages,
-        (
-            ("1-D", "mesh['tp']"),
-            ("'frist'", "first"),
-            ("RowwiseParallel of cell 'Pair'", "nn.Dense and nn.Embedding"),
-            ("'gelu'", "activation"),
-            ("'odd'", "Doubled"),
-            ("'first.weight' and 'second.weight'", "Shard(dim=0)", "Shard(dim=1)"),
-            ("two styles", "'first.weight'"),
-            ("'colwise'", "ColwiseParallel()"),
-        ),
-        strict=True,
-    ):
-        assert all(word in message for word in words), message
-
-
-def refused_inputs(rank, world_size):
-    mesh = mesh_of_shape((world_size,))
-    x = Tensor(np.ones((3, 4, 4), np.float32))
-
-    def message(style: Any, *inputs: Any) -> str:
-        cell = nn.CellList([nn.Dense(4, 4)])
-        parallelize_module(cell, mesh, {"0": style})
-        with pytest.raises((ValueError, RuntimeError)) as error:
-            cell[0](*inputs)
-        return str(error.value)
-
-    other = DTensor.from_local(x, mesh_of_shape((world_size, 1)), (Replicate(), Replicate()))
-    return [
-        message(ColwiseParallel(input_layouts=Shard(3)), x),
-        message(ColwiseParallel(), other),
-        message(ColwiseParallel(), [1.0]),
-        message(RowwiseParallel(), x),  # all columns, where a rank's part is expected
-        message(ColwiseParallel(input_layouts=Shard(1)), x[:, : 2 + rank]),
-        message(RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), x[:, :1]),
-        message(PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)), x),
-        message(RowwiseParallel(input_layouts=Replicate()), x[: 2 + rank]),
-    ]
-
-
-def test_an_input_that_does_not_lie_as_stated_is_refused():
-    for messages in run_distributed(refused_inputs, 2, framework="mindspore", timeout=LIMIT):
-        for message, words in zip(
-            messages,
-            (
-                ("ColwiseParallel of cell '0'", "Shard(dim=3)", "3 dims"),
-                ("cell '0'", "DeviceMesh"),
-                ("cell '0'", "list"),
-                ("RowwiseParallel of cell '0'", "4 columns", "8 over all ranks", "input_layouts"),
-                ("cell '0'", "(2, 3)", "(3, 2)"),
-                ("cell '0'", "Shard(dim=1)", "(1, 0)", "pad dim 1"),
-                ("PrepareModuleInput of cell '0'", "1 positional inputs", "2 input_layouts"),
-                ("(0, 1)", "same batch"),
-            ),
-            strict=True,
-        ):
-            assert all(word in message for word in words), message
-
-
-def test_layouts_other_than_replicate_and_shard_are_refused():
-    with pytest.raises(ValueError, match=r"ColwiseParallel: input_layouts is Partial"):
-        ColwiseParallel(input_layouts=Partial())
-    with pytest.raises(ValueError, match="as many desired layouts"):
-        PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Replicate())

@@ -226,6 +226,7 @@ class SequenceParallel(ParallelStyle):
         def construct(cell: Any, original: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
             given = read(where, x, mesh, Shard(self.sequence_dim))
             layout = chunk_layout(where, Shard(self.sequence_dim), given.shape, mesh)
+            _check_norm(where, cell, layout.dim, len(given.shape))
             part = given.moved(mesh, layout)
             output = original(part.local, *args, **kwargs)
             shape = _shape_like(where, output, part)
@@ -356,6 +357,15 @@ def _check_width(where: str, cell: Any, x: Activation) -> None:
         raise ValueError(
             f"{where}: its weight takes {cell.weight.shape[1]} columns, but the input of {x.layout} has {x.shape[-1]} "
             "over all ranks; state in input_layouts how it lies"
+        )
+
+
+def _check_norm(where: str, cell: nn.Cell, dim: int, ndim: int) -> None:
+    first = cell.begin_norm_axis % ndim if isinstance(cell, nn.LayerNorm) else ndim
+    if dim >= first:
+        raise ValueError(
+            f"{where}: it normalises from dim {first} on, and sequence_dim={dim} cuts the values that it needs "
+            "together; choose a dim before those"
         )
 
 
