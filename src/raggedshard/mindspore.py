@@ -12,7 +12,8 @@ from raggedshard.platform.mindspore.backward import enable_mindspore_backward_co
 from raggedshard.platform.mindspore.clip import clip_grad_norm_
 from raggedshard.platform.mindspore.collectives import get_rank, get_world_size, init_process_group
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh, init_device_mesh
-from raggedshard.platform.mindspore.dtensor import DTensor, distribute_tensor
+from raggedshard.platform.mindspore.distribute import distribute_tensor
+from raggedshard.platform.mindspore.dtensor import DTensor
 from raggedshard.platform.mindspore.fully_shard.api import fully_shard
 from raggedshard.platform.mindspore.fully_shard.cell import FSDPModule
 from raggedshard.platform.mindspore.parallel_styles import (

@@ -108,7 +108,7 @@ def train_stack(rank, world_size, case, style, replicas):
     shard_stack(model, mesh=mesh_of(world_size, replicas), **options)
     if prepare is not None:
         prepare(model)
-    return train_beside(rank, world_size, model, reference, "SGD", float_batches(3, 5), style)
+    return train_beside(rank, world_size, model, reference, "SGD", float_batches(10, 5), style)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -140,7 +140,7 @@ def train_deferred(rank, world_size, how):
     model.init_parameters_data()
     for p, expected in zip(model.get_parameters(), reference.get_parameters(), strict=True):
         np.testing.assert_array_equal(full(p), expected.asnumpy(), err_msg=p.name)
-    return train_beside(rank, world_size, model, reference, "SGD", float_batches(3), "backward")
+    return train_beside(rank, world_size, model, reference, "SGD", float_batches(10), "backward")
 
 
 @pytest.mark.parametrize("how", ["no_init", "meta"])
@@ -179,7 +179,7 @@ def train_tied(rank, world_size, style):
     assert model.head.weight is model.embedding.embedding_table
     assert len(model.trainable_params()) == 3
     generator = np.random.default_rng(0)
-    batches = (Tensor(generator.integers(0, 7, (12, 6)).astype(np.int32)) for _ in range(3))
+    batches = (Tensor(generator.integers(0, 7, (12, 6)).astype(np.int32)) for _ in range(10))
     return train_beside(rank, world_size, model, reference, "SGD", batches, style, token_loss)
 
 
@@ -257,7 +257,7 @@ def checkpoint_round_trip(rank, world_size, path):
     assert not missing and not unexpected
     assert pointers == [p.data_ptr() for p in model.get_parameters()]
     assert_same_parameters(model, reference, 0, 0)
-    return train_beside(rank, world_size, model, reference, "SGD", float_batches(2), "value_and_grad")
+    return train_beside(rank, world_size, model, reference, "SGD", float_batches(10), "value_and_grad")
 
 
 def test_a_cells_own_parameter_dict_goes_out_and_in(tmp_path):

@@ -15,7 +15,8 @@ from typing import Any
 from mindspore import Parameter, nn
 
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh
-from raggedshard.platform.mindspore.dtensor import DTensor, distribute_tensor
+from raggedshard.platform.mindspore.distribute import distribute_tensor
+from raggedshard.platform.mindspore.dtensor import DTensor
 from raggedshard.platform.mindspore.parallel_styles import ParallelStyle, Placed
 
 __all__ = ["parallelize_module"]

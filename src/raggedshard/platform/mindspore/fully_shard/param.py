@@ -14,7 +14,8 @@ from raggedshard.fully_shard.param import Slot, UnitParam
 from raggedshard.fully_shard.sharding import PlacementTypes
 from raggedshard.placements import RaggedShard, RaggedStridedShard, Replicate, Shard, StridedShard
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh
-from raggedshard.platform.mindspore.dtensor import DTensor, DTensorSpec, deferred_draw, local_of, wrap_local
+from raggedshard.platform.mindspore.distribute import deferred_draw
+from raggedshard.platform.mindspore.dtensor import DTensor, DTensorSpec, local_of, wrap_local
 from raggedshard.platform.mindspore.fully_shard.storage import ShardStorage
 from raggedshard.platform.mindspore.private import alias, copy_of, resize_storage, swap_memory
 from raggedshard.platform.mindspore.redistribute import to_host
