@@ -170,6 +170,15 @@ MATRIX = (
     ),
     Cell(
         "10",
+        "low precision, alone and with HSDP, TP, SP, prefetch, recomputation, deferred initialisation",
+        (
+            "test_precision.py::test_low_precision_equals_the_same_arithmetic_unsharded",
+            "test_precision_combinations.py::test_bfloat16_equals_the_same_arithmetic_without_sharding",
+        ),
+        ("test_ms_flow.py::test_mixed_precision_computes_in_float16_and_keeps_float32",),
+    ),
+    Cell(
+        "10",
         "memory as of torch's fully_shard (benchmarks/step.py reports the time)",
         ("test_step_memory.py::test_a_step_holds_no_more_than_one_of_torchs_fully_shard",),
     ),

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness import run_distributed
-from raggedshard.torch import FSDPModule, RaggedShard, RaggedStridedShard, fully_shard, init_device_mesh
+from raggedshard.torch import DeviceMesh, FSDPModule, RaggedShard, RaggedStridedShard, fully_shard, init_device_mesh
 from training import dtensors, float_batches, train_beside
 
 NAMES = {2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
@@ -29,12 +29,16 @@ class TwoLayers(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
+def parallelize(model: TwoLayers, mesh: DeviceMesh) -> None:
+    # Between the two the activation stays a DTensor: from a local tensor torch could not tell 7 columns from 8.
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+
+
 def sharded_two_layers(reference: TwoLayers, mesh_shape: tuple[int, ...], **options: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=NAMES[len(mesh_shape)])
     model = copy.deepcopy(reference)
-    # Between the two the activation stays a DTensor: from a local tensor torch could not tell 7 columns from 8.
-    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan)
+    parallelize(model, mesh["tp"])
     dp_mesh = mesh["dp"] if len(mesh_shape) == 2 else mesh["replicate", "shard"]
     fully_shard(model.up, mesh=dp_mesh, **options)
     return fully_shard(model, mesh=dp_mesh, **options)
