@@ -10,7 +10,7 @@ from raggedshard.placements import Partial, RaggedShard, RaggedStridedShard, Rep
 from raggedshard.platform.mindspore import checkpoint
 from raggedshard.platform.mindspore.backward import enable_mindspore_backward_compact
 from raggedshard.platform.mindspore.clip import clip_grad_norm_
-from raggedshard.platform.mindspore.collectives import get_rank, get_world_size, init_process_group
+from raggedshard.platform.mindspore.collectives import enable_gloo, get_rank, get_world_size, init_process_group
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh, init_device_mesh
 from raggedshard.platform.mindspore.distribute import distribute_tensor
 from raggedshard.platform.mindspore.dtensor import DTensor
@@ -44,6 +44,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "distribute_tensor",
+    "enable_gloo",
     "enable_mindspore_backward_compact",
     "fully_shard",
     "get_rank",

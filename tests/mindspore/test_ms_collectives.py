@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from mindspore import Tensor
 
 from harness import run_distributed, world_sizes
 from ms_training import LIMIT
+from raggedshard.mindspore import enable_gloo
 from raggedshard.platform.mindspore.collectives import (
     agree,
     all_gather,
@@ -21,9 +24,16 @@ from raggedshard.platform.mindspore.collectives import (
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh, init_device_mesh
 
 DTYPES = ["float32", "float16", "float64", "int64", "uint8"]
+CARRIERS = ["mccl", "gloo"]
 
 
-def collectives(rank, world_size, dtype):
+def carry_by(carrier: str) -> None:
+    if carrier == "gloo":
+        enable_gloo(timeout=datetime.timedelta(seconds=30))
+
+
+def collectives(rank, world_size, dtype, carrier):
+    carry_by(carrier)
     group = group_of(tuple(range(world_size)))
     kind = getattr(ms, dtype)
     own = Tensor(np.arange(6) + rank, kind)
@@ -42,12 +52,13 @@ def collectives(rank, world_size, dtype):
 
 
 @world_sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_collectives_compute_what_they_name(world_size, dtype):
+def test_collectives_compute_what_they_name(world_size, dtype, carrier):
     ranks = np.arange(world_size)[:, None]
     base = np.arange(6)
     for rank, results in enumerate(
-        run_distributed(collectives, world_size, dtype, framework="mindspore", timeout=LIMIT)
+        run_distributed(collectives, world_size, dtype, carrier, framework="mindspore", timeout=LIMIT)
     ):
         gathered, scattered, total, largest, sent = results
         assert gathered.dtype == np.dtype(dtype)
@@ -59,17 +70,44 @@ def test_collectives_compute_what_they_name(world_size, dtype):
         np.testing.assert_array_equal(sent, base + world_size - 1)
 
 
-def collectives_of_views(rank, world_size):
+def collectives_of_views(rank, world_size, carrier):
     """A view with an offset is what MCCL silently leaves alone."""
+    carry_by(carrier)
     group = group_of(tuple(range(world_size)))
     view = Tensor(np.arange(8, dtype=np.float32))[4:]
     return all_reduce(view, group).asnumpy(), np.stack([part.asnumpy() for part in all_gather(view, group)])
 
 
-def test_collectives_read_views():
-    for total, gathered in run_distributed(collectives_of_views, 2, framework="mindspore", timeout=LIMIT):
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_collectives_read_views(carrier):
+    for total, gathered in run_distributed(collectives_of_views, 2, carrier, framework="mindspore", timeout=LIMIT):
         np.testing.assert_array_equal(total, [8, 10, 12, 14])
         np.testing.assert_array_equal(gathered, [[4, 5, 6, 7]] * 2)
+
+
+def bits_and_halves(rank, world_size, carrier):
+    """bool, and bfloat16, which numpy and torch know by different names."""
+    carry_by(carrier)
+    group = group_of(tuple(range(world_size)))
+    half = Tensor(np.array([1.5, -2.0 * rank], np.float32), ms.bfloat16)
+    flags = Tensor(np.array([rank == 0, True, False]))
+    return (
+        [part.astype(ms.float32).asnumpy().tolist() for part in all_gather(half, group)],
+        all_reduce(half, group).astype(ms.float32).asnumpy().tolist(),
+        [part.asnumpy().tolist() for part in all_gather(flags, group)],
+        all_reduce(flags, group, "min").asnumpy().tolist(),
+    )
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_collectives_of_bits_and_halves(carrier):
+    for gathered, total, flags, all_set in run_distributed(
+        bits_and_halves, 2, carrier, framework="mindspore", timeout=LIMIT
+    ):
+        assert gathered == [[1.5, 0.0], [1.5, -2.0]]
+        assert total == [3.0, -2.0]
+        assert flags == [[True, True, False], [False, True, False]]
+        assert all_set == [False, True, False]
 
 
 def empty_collectives(rank, world_size):

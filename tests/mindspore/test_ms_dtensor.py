@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import pickle
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from raggedshard.mindspore import (
     Replicate,
     Shard,
     distribute_tensor,
+    enable_gloo,
     enable_mindspore_backward_compact,
     fully_shard,
     init_device_mesh,
@@ -255,7 +257,9 @@ class TwoUnits(nn.Cell):
         return self.second(x) if second else x
 
 
-def one_rank_skips(rank, world_size):
+def one_rank_skips(rank, world_size, carrier):
+    if carrier == "gloo":
+        enable_gloo(timeout=datetime.timedelta(seconds=30))
     model = TwoUnits()
     for unit in (model.first, model.second, model):
         fully_shard(unit, mesh=mesh_of(world_size))
@@ -263,8 +267,9 @@ def one_rank_skips(rank, world_size):
     ms.value_and_grad(lambda: model(x, second=rank == 0).sum(), None, model.trainable_params())()
 
 
-def test_a_unit_that_one_rank_skips_is_an_error_and_no_mix():
-    outcomes = run_ranks(one_rank_skips, 2, framework="mindspore", timeout=LIMIT)
+@pytest.mark.parametrize("carrier", ["mccl", "gloo"])
+def test_a_unit_that_one_rank_skips_is_an_error_and_no_mix(carrier):
+    outcomes = run_ranks(one_rank_skips, 2, carrier, framework="mindspore", timeout=LIMIT)
     assert all(outcome.kind in ("raised", "died") for outcome in outcomes)
     told = [outcome for outcome in outcomes if outcome.kind == "raised"]
     assert any("runs" in outcome.error and "second" in outcome.report for outcome in told), told

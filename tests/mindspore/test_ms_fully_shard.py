@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
 from harness import run_distributed, world_sizes
 from ms_training import LIMIT, OddMLP, assert_no_even_claim, float_batches, mesh_of, shard_odd_mlp, train_beside, twin
-from raggedshard.mindspore import fully_shard
+from raggedshard.mindspore import enable_gloo, fully_shard
 
 STYLES = ("value_and_grad", "backward")
 
@@ -36,6 +38,23 @@ def test_trains_with_operators_that_run_later(style):
 @pytest.mark.parametrize("style", STYLES)
 def test_hsdp_trains_like_the_unsharded_cell(style):
     run_distributed(train_odd_mlp, 4, "SGD", style, 2, framework="mindspore", timeout=LIMIT)
+
+
+def train_with_gloo(rank, world_size, style, replicas, steps):
+    enable_gloo(timeout=datetime.timedelta(seconds=30))
+    return train_odd_mlp(rank, world_size, "AdamW", style, replicas, steps)
+
+
+@pytest.mark.parametrize(
+    ("framework", "world_size", "replicas", "style", "steps"),
+    [
+        ("mindspore", 3, 1, "value_and_grad", 10),
+        ("mindspore", 4, 2, "backward", 10),
+        ("mindspore_async", 2, 1, "backward", 3),
+    ],
+)
+def test_torchs_gloo_carries_the_same_training(framework, world_size, replicas, style, steps):
+    run_distributed(train_with_gloo, world_size, style, replicas, steps, framework=framework, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("optimizer", ["nn.SGD", "nn.Momentum", "nn.Adam", "nn.AdamWeightDecay", "Adam", "AdamW"])
