@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 
 import mindspore as ms
 import numpy as np
@@ -22,6 +23,7 @@ from raggedshard.platform.mindspore.collectives import (
     reduce_scatter,
 )
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh, init_device_mesh
+from raggedshard.platform.mindspore.gloo import Gloo
 
 DTYPES = ["float32", "float16", "float64", "int64", "uint8"]
 CARRIERS = ["mccl", "gloo"]
@@ -83,6 +85,12 @@ def test_collectives_read_views(carrier):
     for total, gathered in run_distributed(collectives_of_views, 2, carrier, framework="mindspore", timeout=LIMIT):
         np.testing.assert_array_equal(total, [8, 10, 12, 14])
         np.testing.assert_array_equal(gathered, [[4, 5, 6, 7]] * 2)
+
+
+def test_gloo_without_torch_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModuleNotFoundError, match=r"enable_gloo\(\) needs torch"):
+        Gloo(0, 1, datetime.timedelta(seconds=1))
 
 
 def bits_and_halves(rank, world_size, carrier):
