@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspore import Tensor
 
-from raggedshard.platform.mindspore.private import DisableDispatch
+from raggedshard.platform.mindspore.private import DisableDispatch, no_elements
 
 __all__ = ["run_on_locals"]
 
@@ -59,7 +59,12 @@ def run_on_locals(func: Any, args: Any, kwargs: dict[str, Any], tensor_class: ty
         out = func(*args, **kwargs)
     if func.name in _INTO_FIRST:
         return out
-    return _map(out, lambda t: wrap(t, spec) if tuple(t._shape) == local_shape else t)
+    return _map(out, lambda t: wrap(_kept(t), spec) if tuple(t._shape) == local_shape else t)
+
+
+def _kept(local: Tensor) -> Tensor:
+    """A result, safe for what comes next: optimizers need a zero behind no elements (see `no_elements`)."""
+    return local if local.size else no_elements(local.shape, local.dtype)
 
 
 def _check_operand(name: str, value: Any, spec: Any, is_sharded: bool) -> None:
