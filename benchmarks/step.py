@@ -55,8 +55,7 @@ class Run:
         return loss.item()
 
 
-def timed(run: Run, x: torch.Tensor) -> float:
-    dist.barrier()
+def seconds(run: Run, x: torch.Tensor) -> float:
     start = time.perf_counter()
     run.step(x)
     return time.perf_counter() - start
@@ -84,27 +83,18 @@ def return_freed_memory() -> None:
     ctypes.CDLL(None).mallopt(mmap_threshold, 65536)
 
 
-def measured_times(runs: dict[str, Run], x: torch.Tensor, steps: int) -> dict[str, list[float]]:
-    """Seconds of each step; the first two, which allocate optimizer state and warm the caches, are left out."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+def measured(
+    runs: dict[str, Run], x: torch.Tensor, steps: int, measure: Callable[[Run, torch.Tensor], float], unit: float
+) -> dict[str, list[float]]:
+    """Each step in units; the first two, which allocate optimizer state and warm the caches, are left out."""
+    values: dict[str, list[float]] = {name: [] for name in runs}
     for step in range(steps + 2):
         for name, run in runs.items():
-            seconds = timed(run, x)
-            if step >= 2:
-                times[name].append(seconds)
-    return times
-
-
-def measured_peaks(runs: dict[str, Run], x: torch.Tensor, steps: int) -> dict[str, list[int]]:
-    """Bytes of each step, but the first one's, which allocates optimizer state."""
-    peaks: dict[str, list[int]] = {name: [] for name in runs}
-    for step in range(steps + 1):
-        for name, run in runs.items():
             dist.barrier()
-            peak = peak_bytes(run, x)
-            if step >= 1:
-                peaks[name].append(peak)
-    return peaks
+            value = measure(run, x)
+            if step >= 2:
+                values[name].append(value / unit)
+    return values
 
 
 def main() -> None:
@@ -125,16 +115,12 @@ def main() -> None:
         "raggedshard": Run(raggedshard_fully_shard, mesh, options.width, options.blocks),
     }
     x = torch.randn(options.batch, options.width)
-    if options.memory:
-        peaks = measured_peaks(runs, x, options.steps)
-        measured = {name: [peak / 2**20 for peak in of_run] for name, of_run in peaks.items()}
-    else:
-        times = measured_times(runs, x, options.steps)
-        measured = {name: [seconds * 1e3 for seconds in of_run] for name, of_run in times.items()}
+    measure, unit, what = (peak_bytes, 2**20, "peak of a step, MiB") if options.memory else (seconds, 1e-3, "step, ms")
+    values = measured(runs, x, options.steps, measure, unit)
     if dist.get_rank() == 0:
         numel = sum(p.numel() for p in runs["torch"].model.parameters())
         print(f"{numel:,} parameters of 4 bytes on {dist.get_world_size()} ranks")
-        report(measured, "peak of a step, MiB" if options.memory else "step, ms")
+        report(values, what)
     dist.destroy_process_group()
 
 
