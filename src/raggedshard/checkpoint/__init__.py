@@ -1,6 +1,6 @@
 """Checkpoints in sharded safetensors files: the part that no framework is needed for."""
 
-from raggedshard.checkpoint.agreement import Ranks, SingleRank, agree
+from raggedshard.checkpoint.agreement import AllRanks, Ranks, SingleRank, agree
 from raggedshard.checkpoint.errors import CheckpointError
 from raggedshard.checkpoint.layout import TensorLayout
 from raggedshard.checkpoint.loading import load_tensors
@@ -10,6 +10,7 @@ from raggedshard.checkpoint.state import FlatState, flatten_state
 
 __all__ = [
     "ITEM_SIZES",
+    "AllRanks",
     "CheckpointError",
     "FlatState",
     "Ranks",

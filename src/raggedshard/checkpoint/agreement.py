@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from raggedshard.checkpoint.errors import CheckpointError
 
-__all__ = ["Ranks", "SingleRank", "agree", "on_first_rank"]
+__all__ = ["AllRanks", "Ranks", "SingleRank", "agree", "on_first_rank"]
 
 Result = TypeVar("Result")
 
@@ -21,6 +21,23 @@ class Ranks(Protocol):
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's message, in rank order. Raises when a rank is gone."""
         ...
+
+
+class AllRanks:
+    """The ranks of a job.
+
+    Args:
+        all_gather_object: the framework's: fills a list of ``size`` entries with every rank's object.
+    """
+
+    def __init__(self, rank: int, size: int, all_gather_object: Callable[[list[Any], Any], Any]) -> None:
+        self.rank, self.size = rank, size
+        self._all_gather_object = all_gather_object
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        messages: list[Any] = [None] * self.size
+        self._all_gather_object(messages, message)
+        return messages
 
 
 class SingleRank:

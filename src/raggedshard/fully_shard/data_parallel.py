@@ -52,6 +52,11 @@ class DataParallelRoles:
     def shard_rank(self) -> int:
         return self.mesh.get_local_rank(self.shard_dim)
 
+    def neighbours(self, size: int) -> slice:
+        """The places in the shard group of this rank's ``size`` neighbours, itself among them."""
+        first = self.shard_rank // size * size
+        return slice(first, first + size)
+
     @property
     def replicate_group(self) -> Any:
         """``None`` for FSDP."""

@@ -20,7 +20,7 @@ from raggedshard.placements import Partial, Replicate, Shard
 from raggedshard.platform.mindspore.collectives import Group, agree, all_gather, all_reduce, reduce_scatter
 from raggedshard.platform.mindspore.device_mesh import DeviceMesh
 from raggedshard.platform.mindspore.dtensor import DTensor
-from raggedshard.platform.mindspore.private import Function, alias, is_recording
+from raggedshard.platform.mindspore.private import Function, alias, copy_of, is_recording
 
 __all__ = ["Activation", "chunk_layout", "read"]
 
@@ -175,7 +175,7 @@ def _sum_of_part(local: Tensor, group: Group, dim: int) -> Tensor:
 
 def _own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
     lengths = chunk_lengths(whole.shape[dim], group.size)
-    return mint.split(whole, lengths, dim)[group.rank].copy()
+    return copy_of(mint.split(whole, lengths, dim)[group.rank])
 
 
 def _padded(local: Tensor, dim: int, length: int) -> Tensor:
@@ -189,7 +189,7 @@ def _padded(local: Tensor, dim: int, length: int) -> Tensor:
 def _front(tensor: Tensor, dim: int, length: int) -> Tensor:
     if tensor.shape[dim] == length:
         return tensor
-    return mint.split(tensor, (length, tensor.shape[dim] - length), dim)[0].copy()
+    return copy_of(mint.split(tensor, (length, tensor.shape[dim] - length), dim)[0])
 
 
 def _check_same(local: Tensor, shape: tuple[int, ...], group: Group, source: Any, target: Any) -> None:

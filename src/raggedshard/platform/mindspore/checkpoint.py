@@ -20,6 +20,7 @@ import numpy as np
 from mindspore import Tensor
 
 from raggedshard.checkpoint import (
+    AllRanks,
     CheckpointError,
     FlatState,
     Ranks,
@@ -107,20 +108,10 @@ _DTYPES = {
 """The names of dtypes in safetensors files."""
 
 
-class _WorldGroup:
-    """All ranks of the job."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = get_rank(), get_world_size()
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        messages: list[Any] = [None] * self.size
-        dist.all_gather_object(messages, message)
-        return messages
-
-
 def _all_ranks() -> Ranks:
-    return _WorldGroup() if is_initialized() else SingleRank()
+    if not is_initialized():
+        return SingleRank()
+    return AllRanks(get_rank(), get_world_size(), dist.all_gather_object)
 
 
 def _describe(state: Mapping[str, Any], ranks: Ranks, has_values: bool) -> tuple[FlatState, list[TensorLayout]]:

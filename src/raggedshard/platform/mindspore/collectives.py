@@ -243,9 +243,11 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
 def broadcast(tensor: Tensor, source: int, group: Group) -> Tensor:
     """A new tensor: that of the rank at place ``source`` of the group."""
     result = tensor.copy()
-    if group.size > 1 and tensor.size and _gloo is not None:
+    if group.size == 1 or tensor.size == 0:
+        return result
+    if _gloo is not None:
         _gloo.broadcast(result, group.ranks[source], group)
-    elif group.size > 1 and tensor.size:
+    else:
         dist.broadcast(result, src=group.ranks[source], group=group.name)
     return result
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from raggedshard.checkpoint import (
+    AllRanks,
     CheckpointError,
     FlatState,
     Ranks,
@@ -117,20 +118,10 @@ _DTYPES = {
 """The names of dtypes in safetensors files."""
 
 
-class _DefaultGroup:
-    """All ranks of the job."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        messages: list[Any] = [None] * self.size
-        dist.all_gather_object(messages, message)
-        return messages
-
-
 def _all_ranks() -> Ranks:
-    return _DefaultGroup() if dist.is_available() and dist.is_initialized() else SingleRank()
+    if not (dist.is_available() and dist.is_initialized()):
+        return SingleRank()
+    return AllRanks(dist.get_rank(), dist.get_world_size(), dist.all_gather_object)
 
 
 def _describe(state: Mapping[str, Any], ranks: Ranks) -> tuple[FlatState, list[TensorLayout]]:

@@ -138,9 +138,7 @@ class HSDPParamGroup(ParamGroup[HSDPParamV2, DataParallelRoles]):
             self._kept = None
 
     def subgroup(self, size: int) -> Group:
-        shard_group = self.dp_mesh.shard_group
-        first = shard_group.rank // size * size
-        return group_of(shard_group.ranks[first : first + size])
+        return group_of(self.dp_mesh.shard_group.ranks[self.dp_mesh.neighbours(size)])
 
     # ---- gradients
 

@@ -65,9 +65,8 @@ def subgroup(dp_mesh: DataParallelMesh, size: int) -> dist.ProcessGroup:
     groups = _SUBGROUPS.setdefault(dp_mesh.shard_group, {})
     if size not in groups:
         ranks = dist.get_process_group_ranks(dp_mesh.shard_group)
-        first = dp_mesh.shard_rank // size * size
         # Only members take part: other slices of the mesh (replicas, tensor-parallel ranks) make groups of their own.
-        group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+        group = dist.new_group(ranks[dp_mesh.neighbours(size)], use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         groups[size] = group
     return groups[size]
