@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from raggedshard.mindspore import (
     DeviceMesh,
     DTensor,
     Shard,
+    enable_gloo,
     enable_mindspore_backward_compact,
     fully_shard,
     init_device_mesh,
@@ -116,6 +118,12 @@ def gradients(style: str, model: nn.Cell, loss_of: Callable[[Any, Any], Tensor],
 
 def full(tensor: Tensor) -> np.ndarray:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).asnumpy()
+
+
+def carry_by(carrier: str) -> None:
+    """``"mccl"`` or ``"gloo"``: what carries this process's collectives from now on."""
+    if carrier == "gloo":
+        enable_gloo(timeout=datetime.timedelta(seconds=30))
 
 
 def expected_part(tensor: Any, whole: np.ndarray) -> np.ndarray:

@@ -11,8 +11,7 @@ import pytest
 from mindspore import Tensor
 
 from harness import run_distributed, world_sizes
-from ms_training import LIMIT
-from raggedshard.mindspore import enable_gloo
+from ms_training import LIMIT, carry_by
 from raggedshard.platform.mindspore.collectives import (
     agree,
     all_gather,
@@ -27,11 +26,6 @@ from raggedshard.platform.mindspore.gloo import Gloo
 
 DTYPES = ["float32", "float16", "float64", "int64", "uint8"]
 CARRIERS = ["mccl", "gloo"]
-
-
-def carry_by(carrier: str) -> None:
-    if carrier == "gloo":
-        enable_gloo(timeout=datetime.timedelta(seconds=30))
 
 
 def collectives(rank, world_size, dtype, carrier):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import pickle
 import subprocess
 import sys
@@ -14,7 +13,18 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from harness import run_distributed, run_ranks
-from ms_training import LIMIT, OddMLP, float_batches, gradients, mesh_of, own_part, shard_odd_mlp, square_loss, twin
+from ms_training import (
+    LIMIT,
+    OddMLP,
+    carry_by,
+    float_batches,
+    gradients,
+    mesh_of,
+    own_part,
+    shard_odd_mlp,
+    square_loss,
+    twin,
+)
 from raggedshard.mindspore import (
     DTensor,
     Partial,
@@ -23,7 +33,6 @@ from raggedshard.mindspore import (
     Replicate,
     Shard,
     distribute_tensor,
-    enable_gloo,
     enable_mindspore_backward_compact,
     fully_shard,
     init_device_mesh,
@@ -258,8 +267,7 @@ class TwoUnits(nn.Cell):
 
 
 def one_rank_skips(rank, world_size, carrier):
-    if carrier == "gloo":
-        enable_gloo(timeout=datetime.timedelta(seconds=30))
+    carry_by(carrier)
     model = TwoUnits()
     for unit in (model.first, model.second, model):
         fully_shard(unit, mesh=mesh_of(world_size))

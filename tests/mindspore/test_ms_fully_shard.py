@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import datetime
-
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
 from harness import run_distributed, world_sizes
-from ms_training import LIMIT, OddMLP, assert_no_even_claim, float_batches, mesh_of, shard_odd_mlp, train_beside, twin
-from raggedshard.mindspore import enable_gloo, fully_shard
+from ms_training import (
+    LIMIT,
+    OddMLP,
+    assert_no_even_claim,
+    carry_by,
+    float_batches,
+    mesh_of,
+    shard_odd_mlp,
+    train_beside,
+    twin,
+)
+from raggedshard.mindspore import fully_shard
 
 STYLES = ("value_and_grad", "backward")
 
@@ -41,7 +49,7 @@ def test_hsdp_trains_like_the_unsharded_cell(style):
 
 
 def train_with_gloo(rank, world_size, style, replicas, steps):
-    enable_gloo(timeout=datetime.timedelta(seconds=30))
+    carry_by("gloo")
     return train_odd_mlp(rank, world_size, "AdamW", style, replicas, steps)
 
 

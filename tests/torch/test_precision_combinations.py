@@ -25,7 +25,7 @@ import test_sequence_parallel as sequence
 import test_tensor_parallel as tensor_parallel
 from harness import run_distributed
 from raggedshard.torch import DeviceMesh, FSDPModule, MixedPrecisionPolicy, fully_shard, init_device_mesh
-from training import GLOBAL_BATCH
+from training import GLOBAL_BATCH, full, own_part
 
 STEPS = 10
 NAMES = {1: ("shard",), 2: ("replicate", "shard")}
@@ -126,7 +126,7 @@ def batches_of(model: nn.Module) -> list[Any]:
 
 
 def part_of(batch: Any, part: int, parts: int) -> Any:
-    return tuple(t.chunk(parts)[part] for t in batch) if isinstance(batch, tuple) else batch.chunk(parts)[part]
+    return tuple(own_part(t, part, parts) for t in batch) if isinstance(batch, tuple) else own_part(batch, part, parts)
 
 
 def mean_over(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -154,10 +154,6 @@ def low_precision_step(reference: nn.Module, batch: Any, mesh: DeviceMesh, reduc
         else:
             p.grad = mean_over(grad.to(reduce_dtype), mesh).float()
     return loss
-
-
-def full(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(rank: int, world_size: int, case_name: str, reduce_dtype: torch.dtype | None) -> None:
